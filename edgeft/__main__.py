@@ -1,0 +1,5 @@
+"""`python -m edgeft`."""
+
+from edgeft.cli import app
+
+app()

@@ -1,0 +1,364 @@
+"""The commands. This is the only module that prints.
+
+A user's mistake ends with `error:` and `hint:` on stderr and its own exit code; a bug keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from edgeft import __version__, config
+from edgeft.errors import ConfigError, EdgeftError
+from edgeft.screen import Screen
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Fine-tunes LLaMA-class language models on the machine they will run on.",
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="GGUF file, Hugging Face folder or hub id.")]
+DataOption = Annotated[str | None, typer.Option("--data", "-d", help="File, folder or hub id with rows.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="One knob: `--set train.lr=2e-4`. May be repeated.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Errors for people, with their exit codes."""
+    try:
+        yield
+    except EdgeftError as error:
+        err.print(f"[bold red]error:[/] {_plain(error.message)}", soft_wrap=True)
+        if error.hint:
+            err.print(f"[bold]hint:[/] {_plain(error.hint)}", soft_wrap=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        err.print("stopped")
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        raise typer.Exit(0) from None
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(" ".join(text.split()))
+
+
+def command(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            with told():
+                function(*args, **kwargs)
+
+        return app.command(*names)(guarded)
+
+    return register
+
+
+def _print_json(values: Any) -> None:
+    sys.stdout.write(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        out.print(f"edgeft {__version__}")
+        raise typer.Exit
+
+
+# ---------------------------------------------------------------- finetune
+
+
+@command()
+def finetune(
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Shipped recipe or YAML file. [default: sparse-bp]")] = None,
+    device: Annotated[str | None, typer.Option(help="Device profile or YAML file. [default: auto, this machine]")] = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    out_folder: Annotated[Path, typer.Option("--out", "-o", help="Run folder. [default: runs/<recipe>]")] = Path(""),
+    sets: SetOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    until: Annotated[str, typer.Option(help="Last stage: prepare, train, export or eval.")] = "eval",
+    as_json: JsonOption = False,
+) -> None:
+    """Fine-tune, export to GGUF, and compare before and after. With no model and data: the embedded ones."""
+    from edgeft import pipeline
+    from edgeft.run import Run
+
+    if until not in pipeline.STAGES:
+        raise ConfigError(f"unknown stage `{until}`", f"known: {', '.join(pipeline.STAGES)}")
+    folder = out_folder if str(out_folder) != "." else Path("runs") / Path(recipe or "sparse-bp").stem
+    choice = _resolve(recipe, device, model, data, sets, folder if resume else None)
+    screen = Screen(err if as_json else out)
+    run = Run.start(folder, choice, resume)
+    screen.line(f"run {folder} · recipe {choice.name} · model {Path(pipeline.model_source(choice.model.path)).name}")
+    with screen:
+        result = pipeline.finetune(run, until, screen)
+    if as_json:
+        _print_json(result)
+    elif result.get("eval"):
+        _print_scores(result["eval"])
+    if not as_json and "export" in result:
+        out.print(f"\ntalk to it:  edgeft chat {folder}\nor:          llama-cli -m {result['export']['path']}", soft_wrap=True)
+
+
+def _resolve(
+    recipe: str | None, device: str | None, model: str | None, data: str | None, sets: list[str] | None, resume: Path | None
+) -> config.Recipe:
+    """Recipe, then the device's how, then the options; a resumed run starts from what it was made with."""
+    if resume is not None and (resume / "recipe.yaml").is_file():
+        from edgeft.run import Run
+
+        chosen = Run.open(resume).recipe
+        if recipe is not None:
+            wanted = config.load_recipe(recipe)
+            for part in ("update", "train"):
+                setattr(chosen, part, getattr(wanted, part))
+            chosen.name = wanted.name
+        if device is not None:
+            chosen.how = config.build(config.HowConfig, config.load_device(device).how, "how", chosen.how)
+    else:
+        chosen, _ = config.resolve(recipe or "sparse-bp", device or "auto", [])
+    if model is not None:
+        chosen.model.path = model
+    if data is not None:
+        chosen.data.path = data
+    chosen = config.apply_sets(chosen, sets or [])
+    for part in (chosen.model, chosen.data):  # a run can be resumed from another folder
+        if part.path and Path(part.path).exists():
+            part.path = str(Path(part.path).resolve())
+    if chosen.data.heldout and Path(chosen.data.heldout).exists():
+        chosen.data.heldout = str(Path(chosen.data.heldout).resolve())
+    return chosen
+
+
+# ---------------------------------------------------------------- eval
+
+
+@command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(help="Run folder, GGUF file or Hugging Face folder.")],
+    data: DataOption = None,
+    base: Annotated[str | None, typer.Option(help="What to compare with. [default: the model it was tuned from]")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Score at most so many rows.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Held-out loss, exact match and F1 of the tuned model beside the base model."""
+    from edgeft import pipeline
+
+    screen = Screen(err if as_json else out)
+    with screen:
+        result = pipeline.evaluate(target, data, base, limit, screen)
+    if as_json:
+        _print_json(result)
+    else:
+        _print_scores(result)
+
+
+def _print_scores(result: dict[str, Any]) -> None:
+    table = Table(title=f"{result['rows']} held-out rows", title_justify="left")
+    table.add_column("")
+    names = {"loss": "loss", "exact_match": "exact match", "f1": "F1", "contains": "contains answer"}
+    for title in names.values():
+        table.add_column(title, justify="right")
+    for who in ("base", "tuned"):
+        scores = result.get(who)
+        if scores is None:
+            continue
+        cells = ["–" if scores.get(k) is None else f"{scores[k]:.4f}" if k == "loss" else f"{scores[k]:.1f} %" for k in names]
+        table.add_row(who, *cells)
+    out.print()
+    out.print(table)
+    for example in result.get("examples", []):
+        out.print(f"\n[bold]{_plain(example['question'])[:300]}[/]")
+        out.print(f"  expected  {_plain(example['answers'][0])}")
+        for who in ("base", "tuned"):
+            if example.get(who) is not None:
+                out.print(f"  {who:<8}  {_plain(example[who])[:300]}")
+
+
+# ---------------------------------------------------------------- export and chat
+
+
+@command()
+def export(
+    target: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    format: Annotated[str, typer.Option(help="gguf, hf or peft.")] = "gguf",
+    type: Annotated[str | None, typer.Option(help="Type of updated tensors: auto, keep, f16, q8_0, q4_0 … [default: the recipe's]")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File, or folder for hf and peft.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the tuned model as one GGUF file (with an Ollama Modelfile), a Hugging Face folder or a PEFT adapter."""
+    from edgeft import pipeline
+    from edgeft.run import Run
+
+    run = Run.open(target)
+    place = output or run.path / ("model.gguf" if format == "gguf" else format)
+    screen = Screen(err if as_json else out)
+    with screen:
+        result = pipeline.export(run, format, type or run.recipe.export.type, place, screen)
+    if as_json:
+        _print_json(result)
+    elif format != "gguf":
+        out.print(f"wrote {place}", soft_wrap=True)
+
+
+@command()
+def chat(
+    target: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Run folder or GGUF file.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Ask one question and stop.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+) -> None:
+    """Talk to the tuned model in the terminal, through llama.cpp."""
+    from edgeft import pipeline
+    from edgeft.chat import Chat
+
+    with Chat(pipeline.chat_file(target), system=system, temperature=temperature, max_new=max_tokens) as talk:
+        if prompt is not None:
+            _answer(talk, prompt)
+            return
+        out.print("[dim]an empty line or Ctrl-D ends the conversation[/]")
+        while True:
+            try:
+                question = out.input("[bold]> [/]")
+            except EOFError:
+                return
+            if not question.strip():
+                return
+            _answer(talk, question)
+
+
+def _answer(talk: Any, question: str) -> None:
+    for text in talk.ask(question):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+# ---------------------------------------------------------------- looking around
+
+
+@command("data")
+def show_data(
+    file: Annotated[str, typer.Argument(help="File, folder or hub id with rows.")],
+    model: ModelOption = None,
+    sets: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What is in a data file, and what the model would see of it."""
+    from edgeft import pipeline
+    from edgeft.data.inspect import look
+    from edgeft.data.rows import load
+    from edgeft.model.tokenizer import open_tokenizer
+
+    recipe = config.apply_sets(config.Recipe(), [*(sets or [])])
+    recipe.data.path = file
+    dataset = load(recipe.data)
+    found = look(dataset, open_tokenizer(pipeline.model_source(model)), recipe.data)
+    if as_json:
+        _print_json(found)
+        return
+    from edgeft.screen import print_data
+
+    print_data(out, found)
+
+
+@command()
+def doctor(
+    refresh: Annotated[bool, typer.Option(help="Measure again instead of using the cached rates.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """This machine: memory, cores, speed, sensors, and the profile that suits it."""
+    from edgeft.doctor import examine
+
+    found = examine(refresh=refresh)
+    if as_json:
+        _print_json(found)
+        return
+    from edgeft.screen import print_doctor
+
+    print_doctor(out, found)
+
+
+@command()
+def recipes() -> None:
+    """The shipped recipes."""
+    table = Table("recipe", "for")
+    for name in config.names("recipe"):
+        table.add_row(name, config.load_recipe(name).about)
+    out.print(table)
+
+
+@command()
+def devices() -> None:
+    """The shipped device profiles."""
+    table = Table("device", "machine", "memory", "budget", "cores")
+    for name in [*config.names("device"), "auto"]:
+        found = config.load_device(name)
+        table.add_row(
+            name, found.about, f"{found.ram_bytes / 2**30:.1f} GiB", f"{found.budget_bytes / 2**30:.1f} GiB", str(found.cores)
+        )
+    out.print(table)
+
+
+@command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Where runs lie.")] = Path("runs"), as_json: JsonOption = False
+) -> None:
+    """The runs in a folder."""
+    from edgeft.run import runs as find
+
+    rows = []
+    for run in find(folder):
+        done, scores = run.read_json(run.done) or {}, run.read_json(run.evaluation) or {}
+        rows.append(
+            {
+                "run": run.path.name,
+                "recipe": run.recipe.name,
+                "state": "complete" if scores else "trained" if done else "not finished",
+                "base_loss": done.get("base_loss"),
+                "best_loss": done.get("best_loss"),
+                "base_f1": (scores.get("base") or {}).get("f1"),
+                "tuned_f1": (scores.get("tuned") or {}).get("f1"),
+                "train_seconds": done.get("train_seconds"),
+                "peak_bytes": done.get("peak_bytes"),
+            }
+        )
+    if as_json:
+        _print_json(rows)
+        return
+    table = Table("run", "recipe", "state", "held-out loss", "F1", "seconds", "peak")
+    for row in rows:
+        table.add_row(
+            row["run"],
+            row["recipe"],
+            row["state"],
+            "" if row["best_loss"] is None else f"{row['base_loss']:.3f} → {row['best_loss']:.3f}",
+            "" if row["tuned_f1"] is None else f"{row['base_f1']:.1f} → {row['tuned_f1']:.1f}",
+            "" if row["train_seconds"] is None else f"{row['train_seconds']:.0f}",
+            "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f} GiB",
+        )
+    out.print(table if rows else f"no runs in {folder}")
+
+
+if __name__ == "__main__":
+    app()

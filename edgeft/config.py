@@ -1,0 +1,372 @@
+"""Recipe and Device: every knob, declared once as a dataclass field with its explanation.
+
+Reading is strict: an unknown key, a wrong type or an impossible value is a ConfigError that names the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edgeft.errors import ConfigError
+
+TENSORS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def knob(
+    default: Any,
+    about: str,
+    *,
+    choices: tuple[Any, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A dataclass field with its explanation and its limits (both ends included)."""
+    metadata = {"about": about, "choices": choices, "low": low, "high": high}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    path: str | None = knob(None, "GGUF file, Hugging Face directory or hub id; none = the embedded model")
+    frozen: str = knob(
+        "auto",
+        "how frozen weights sit in memory; auto: a GGUF file's own packing, nf4 for Hugging Face weights",
+        choices=("auto", "dense", "nf4", "int8"),
+    )
+
+
+@dataclass
+class DataConfig:
+    path: str | None = knob(None, "file, folder or hub id with the rows; none = the embedded handbook")
+    heldout: str | None = knob(None, "file with held-out rows; none = found beside the data, or split off by hash")
+    heldout_share: float = knob(0.1, "share of the rows split off when no held-out file is given", low=0.0, high=0.9)
+    heldout_rows: int = knob(200, "at most so many held-out rows are used for validation", low=1)
+    rows: int | None = knob(None, "use only the first so many training rows", low=1)
+    max_tokens: int = knob(384, "longest row in tokens; the context is cut, never the answer", low=16, high=131072)
+    system: str | None = knob(None, "system message; none = what the model's template says")
+
+
+@dataclass
+class UpdateConfig:
+    method: str = knob(
+        "sparse", "sparse: the chosen tensors themselves; lora: PEFT adapters on them", choices=("sparse", "lora")
+    )
+    blocks: Any = knob("37%-67%", "6 = top six; '11-19'; [3, 7]; '37%-67%' of the depth; 'all'")
+    tensors: list[str] = knob(list(TENSORS), "linear tensors of these blocks", choices=TENSORS)
+    biases: bool = knob(
+        False, "add and train biases of the chosen tensors, where the architecture has a place for them"
+    )
+    norms: bool = knob(False, "train the RMSNorm weights of these blocks")
+    weights: bool = knob(True, "train the weights of the chosen tensors (false: only biases and norms)")
+    rank: int = knob(16, "LoRA rank", low=1, high=1024)
+    alpha: float = knob(32.0, "LoRA scale: alpha / rank", low=0.0)
+
+
+@dataclass
+class TrainConfig:
+    epochs: float = knob(3.0, "passes over the training rows", low=0.0)
+    steps: int | None = knob(None, "stop after so many optimiser steps, whatever epochs says", low=1)
+    batch_rows: int = knob(8, "rows per optimiser step", low=1)
+    lr: float = knob(2e-4, "peak learning rate", low=0.0)
+    warmup: float = knob(0.05, "share of the steps with rising learning rate", low=0.0, high=1.0)
+    final_lr: float = knob(0.05, "learning rate at the end, as a share of the peak", low=0.0, high=1.0)
+    weight_decay: float = knob(0.0, "AdamW's decoupled weight decay", low=0.0)
+    beta1: float = knob(0.9, "AdamW", low=0.0, high=0.9999)  # at 1 its bias correction divides by zero
+    beta2: float = knob(0.99, "AdamW", low=0.0, high=0.9999)
+    clip: float = knob(1.0, "largest norm of the whole gradient; 0 = no clipping", low=0.0)
+    seed: int = knob(0, "order of the rows, LoRA's start", low=0)
+    order: str = knob(
+        "grouped",
+        "grouped: rows that share a long prefix stand in the same step; shuffled: every row on its own",
+        choices=("grouped", "shuffled"),
+    )
+    validations: int = knob(4, "held-out loss is taken so many times in a run; the best checkpoint is kept", low=1)
+
+
+@dataclass
+class HowConfig:
+    """How the same result is reached on this device; nothing here changes what is learned."""
+
+    micro_batch_tokens: int = knob(1024, "tokens per forward and backward pass", low=16)
+    recompute: bool = knob(False, "gradient checkpointing: keep block inputs only, recompute the rest")
+    threads: int = knob(0, "compute threads; 0 = all cores", low=0)
+    trunk: str = knob(
+        "cache", "blocks below the cut: run once and cache their output, or run every time", choices=("cache", "rerun")
+    )
+    trunk_dtype: str = knob("fp16", "precision of the trunk cache", choices=("fp16", "fp32"))
+    tree: bool = knob(True, "compute shared prefixes of rows once")
+    checkpoint_s: float = knob(120.0, "seconds between checkpoints", low=0.0)
+    keep_checkpoints: int = knob(2, "newest checkpoints kept beside the best", low=1)
+
+
+@dataclass
+class ExportConfig:
+    type: str = knob("auto", "type of updated tensors; auto: q8_0, or their own where that is wider; keep: their own")
+
+
+@dataclass
+class EvalConfig:
+    rows: int = knob(200, "at most so many held-out rows are scored", low=1)
+    max_new_tokens: int = knob(32, "longest answer in tokens", low=1)
+
+
+@dataclass
+class Recipe:
+    name: str = knob("", "the recipe's name")
+    about: str = knob("", "one line on what it is for")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    how: HowConfig = field(default_factory=HowConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+@dataclass
+class Device:
+    name: str = knob("", "the profile's name")
+    about: str = knob("", "one line on the machine")
+    ram_bytes: int = knob(0, "memory of the machine", low=0)
+    budget_bytes: int = knob(0, "memory that a run may use", low=0)
+    cores: int = knob(1, "compute cores", low=1)
+    gemm_gflops: float = knob(0.0, "fp32 matrix product rate, for time estimates; 0 = unknown", low=0.0)
+    how: dict[str, Any] = field(default_factory=dict, metadata={"about": "overrides of the recipe's `how`"})
+
+
+# ---------------------------------------------------------------- strict reading
+
+
+def _suggest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"
+
+
+def _type_name(hint: Any) -> str:
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_type_name(h) for h in typing.get_args(hint))
+    words = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
+    return {list: "a list", dict: "a table of keys", **words}[typing.get_origin(hint) or hint]
+
+
+def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
+    if hint is Any:
+        return value
+    bad = ConfigError(f"`{key}` must be {_type_name(hint)}, not {value!r}", f"{key}: {meta.get('about', '')}")
+    if isinstance(hint, types.UnionType):
+        if value is None or value == "none":  # the explanations say "none = …"
+            return None
+        hint = next(h for h in typing.get_args(hint) if h is not type(None))
+    if typing.get_origin(hint) is list:
+        if isinstance(value, str):  # --set update.tensors=q,v
+            value = [part.strip() for part in value.strip("[]").split(",") if part.strip()]
+        if not isinstance(value, list):
+            raise bad
+        return [_coerce(item, typing.get_args(hint)[0], key, meta) for item in value]
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise bad
+        return value
+    if hint is float and isinstance(value, (str, int)) and not isinstance(value, bool):  # YAML 1.1 reads 2e-4 as text
+        try:
+            value = float(value)
+        except (ValueError, OverflowError):
+            raise bad from None
+    if hint is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)
+    if type(value) is not hint or (hint is float and not math.isfinite(value)):
+        raise bad
+    if meta.get("choices") and value not in meta["choices"]:
+        known = [str(c) for c in meta["choices"]]
+        raise ConfigError(f"`{key}` cannot be {value!r}", _suggest(str(value), known))
+    low, high = meta.get("low"), meta.get("high")
+    if (low is not None and value < low) or (high is not None and value > high):
+        limits = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+        raise ConfigError(f"`{key}` is {value}, and must be {limits}", f"{key}: {meta.get('about', '')}")
+    return value
+
+
+def build(cls: type[Any], values: Any, where: str = "", base: Any = None) -> Any:
+    """A dataclass from nested dictionaries, over `base` (or the defaults), refusing what it does not know."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"`{where or cls.__name__.lower()}` must be a table of keys, not {values!r}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    result = cls() if base is None else dataclasses.replace(base)
+    for name, value in values.items():
+        key = f"{where}.{name}" if where else str(name)
+        if name not in fields:
+            raise ConfigError(f"unknown key `{key}`", _suggest(str(name), list(fields)))
+        if dataclasses.is_dataclass(hints[name]):
+            made = build(typing.cast(type, hints[name]), value, key, getattr(result, name))
+        else:
+            made = _coerce(value, hints[name], key, dict(fields[name].metadata))
+        setattr(result, name, made)
+    return result
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without the second of two equal keys silently winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key.value}` is there twice", key.start_mark)
+            seen.add(str(key.value))
+        return typing.cast(dict[Any, Any], super().construct_mapping(node, deep))
+
+
+def _parse(text: str) -> Any:
+    """One YAML document; whatever is wrong with it is a YAMLError."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (ValueError, RecursionError) as error:  # 2024-13-45 looks like a date; [[[[… goes too deep
+        raise yaml.YAMLError(str(error)) from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text", "recipes are YAML files") from None
+    try:
+        values = _parse(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{path}{line}: not valid YAML ({problem})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no table of keys", "a recipe looks like `train: {epochs: 3}`")
+    return values
+
+
+# ---------------------------------------------------------------- where recipes live
+
+
+def shipped(folder: str) -> Path:
+    """`recipes` or `eval`: inside the installed package, or at the top of a checkout."""
+    inside = Path(__file__).parent / "_shipped" / folder
+    return inside if inside.is_dir() else Path(__file__).parent.parent / folder
+
+
+def names(kind: str) -> list[str]:
+    """Names of the shipped recipes or devices."""
+    folder = shipped("recipes") / ("devices" if kind == "device" else "")
+    return sorted(p.stem for p in folder.glob("*.yaml"))
+
+
+def _find(kind: str, name: str) -> Path:
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"there is no {kind} file {name}", f"`edgeft {kind}s` lists the shipped ones")
+        return path
+    known = names(kind)
+    if name not in known:
+        raise ConfigError(f"unknown {kind} `{name}`", _suggest(name, known + (["auto"] if kind == "device" else [])))
+    return shipped("recipes") / ("devices" if kind == "device" else "") / f"{name}.yaml"
+
+
+def load_recipe(name: str) -> Recipe:
+    path = _find("recipe", name)
+    values = read_yaml(path)
+    values.setdefault("name", path.stem)
+    return typing.cast(Recipe, build(Recipe, values))
+
+
+def load_device(name: str) -> Device:
+    """A shipped or own profile; `auto` is this machine."""
+    if name == "auto":
+        from edgeft.device import this_machine
+
+        return this_machine()
+    path = _find("device", name)
+    values = read_yaml(path)
+    values.setdefault("name", path.stem)
+    device = typing.cast(Device, build(Device, values))
+    build(HowConfig, device.how, "how")  # a profile may say how, never what
+    if not 0 < device.budget_bytes <= device.ram_bytes:
+        raise ConfigError(
+            f"`budget_bytes` of `{device.name}` is {device.budget_bytes}, and its `ram_bytes` {device.ram_bytes}",
+            "a profile says how much memory there is, and how much of it a run may use",
+        )
+    return device
+
+
+def apply_sets(recipe: Recipe, sets: list[str]) -> Recipe:
+    """`--set train.lr=2e-4`: one knob each, read as YAML."""
+    for item in sets:
+        key, sign, text = item.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"`--set {item}` is not key=value", "for example `--set train.epochs=2`")
+        nested: Any = _set_value(key, text)
+        for part in reversed(key.strip().split(".")):
+            nested = {part: nested}
+        recipe = typing.cast(Recipe, build(Recipe, nested, base=_copy(recipe)))
+    return recipe
+
+
+def _set_value(key: str, text: str) -> Any:
+    try:
+        value = _parse(text) if text else ""
+    except yaml.YAMLError:
+        return text
+    hint: Any = Recipe
+    for part in key.strip().split("."):
+        hint = typing.get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
+    wants_text = hint is str or str in typing.get_args(hint)
+    if wants_text and typing.get_origin(hint) is not list and not isinstance(value, str):
+        # Text that YAML takes for something else: `Answer: yes`, 007, no, 2024-01-01, #5
+        return None if text.strip() in ("null", "~") else text
+    return value
+
+
+def _copy(recipe: Recipe) -> Recipe:
+    return typing.cast(Recipe, build(Recipe, dataclasses.asdict(recipe)))
+
+
+def resolve(recipe: str, device: str, sets: list[str]) -> tuple[Recipe, Device]:
+    """Recipe file, then the device's `how`, then `--set`: later ones win."""
+    chosen = load_recipe(recipe)
+    profile = load_device(device)
+    chosen.how = build(HowConfig, profile.how, "how", chosen.how)
+    return apply_sets(chosen, sets), profile
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML whose text comes back as it was: unquoted, the line breaks of Unicode would be read as \\n."""
+
+
+def _quote(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    rare = any(mark in text for mark in "\x85\u2028\u2029")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if rare else None)
+
+
+_Dumper.add_representer(str, _quote)
+
+
+def dump(recipe: Recipe) -> str:
+    return yaml.dump(dataclasses.asdict(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def what(recipe: Recipe) -> dict[str, Any]:
+    """The part of a recipe that decides what is learned; two runs that differ here are different runs."""
+    values = dataclasses.asdict(recipe)
+    return {key: values[key] for key in ("model", "data", "update", "train")}

@@ -1,0 +1,275 @@
+"""Files, folders and hub ids to records, each with the place it came from.
+
+A record is what the file holds, not yet judged; what cannot be read is always a DataError that names file and line.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgeft.errors import DataError
+from edgeft.model.tokenizer import go_offline_if_cut_off
+
+Found = tuple[str, Any]  # where a record stands ("train.jsonl:12"), and the record as read
+
+TEXT_ENDINGS = (".txt", ".md", ".markdown")
+TABLE_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+HELDOUT_NAMES = ("heldout", "dev", "valid", "validation", "val", "eval", "test")  # the first that is there is taken
+LIST_KEYS = ("data", "rows", "train", "examples", "items", "records")  # where a JSON object may keep its rows
+NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+KNOWN_HINT = f"known endings: {' '.join(TABLE_ENDINGS + TEXT_ENDINGS)}"
+ROW_HINT = 'one row per line, for example {"question": "…", "answer": "…"}'
+UTF8_HINT = "save the file as UTF-8 (`iconv -f latin1 -t utf-8 OLD > NEW`)"
+
+
+class Unusable(Exception):
+    """Why a record cannot become a row."""
+
+
+@dataclass
+class Paragraph:
+    """A piece of a text file between blank lines."""
+
+    text: str
+    follows: str  # where the paragraph before it stands; "" for the first
+
+
+@dataclass
+class Source:
+    name: str  # short, for messages
+    file: str  # path, or hub id and split
+    records: Iterable[Found]
+
+
+# ---------------------------------------------------------------- one file to records
+
+
+def _lines(path: Path, name: str) -> Iterator[str]:
+    """Lines with their endings; a BOM is fine, anything but UTF-8 is an error with its line number."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                raise DataError(f"{name}, line {number}: not UTF-8 text", UTF8_HINT) from None
+
+
+def _parse(text: str, name: str, first_line: int = 1) -> Any:
+    try:
+        return json.loads(text.rstrip("\r\n"))  # so that an error at a row's end is on the row's line
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        hint = "check the quotes and commas there; every row of a .jsonl file is one complete object on one line"
+        raise DataError(f"{name}, line {line}: broken JSON ({error.msg}, column {error.colno})", hint) from None
+    except (RecursionError, ValueError) as error:  # nested too deeply; a number of thousands of digits
+        raise DataError(f"{name}, line {first_line}: JSON that cannot be read ({error})") from None
+
+
+def _read_jsonl(path: Path, name: str) -> Iterator[Found]:
+    for number, line in enumerate(_lines(path, name), 1):
+        if line.strip():
+            yield f"{name}:{number}", _parse(line, name, number)
+
+
+def _read_json(path: Path, name: str) -> Iterator[Found]:
+    text = "".join(_lines(path, name))
+    try:
+        value = _parse(text, name)
+    except DataError:
+        first = text.lstrip().partition("\n")[0].strip()
+        if first.startswith("{") and first.endswith("}"):  # JSON Lines under the wrong ending
+            yield from _read_jsonl(path, name)
+            return
+        raise
+    if isinstance(value, dict):
+        lists = [value[key] for key in LIST_KEYS if isinstance(value.get(key), list)]
+        value = lists[0] if lists else [value]  # an object without a list is one row
+    if not isinstance(value, list):
+        raise DataError(f"{name} holds no list of rows", 'a list of objects: [{"question": "…", "answer": "…"}]')
+    for number, record in enumerate(_flat(value), 1):
+        yield f"{name}:row {number}", record
+
+
+def _flat(records: list[Any]) -> Iterator[Any]:
+    """SQuAD's original nesting (articles, paragraphs, questions) opened up; anything else as it is."""
+    for record in records:
+        if not (isinstance(record, dict) and isinstance(record.get("paragraphs"), list)):
+            yield record
+            continue
+        for paragraph in record["paragraphs"]:
+            for asked in paragraph.get("qas", []):
+                yield {"context": paragraph.get("context"), **asked}
+
+
+def _read_csv(path: Path, name: str) -> Iterator[Found]:
+    csv.field_size_limit(2**31 - 1)
+    header = next(_lines(path, name), "")
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t|", key=header.count)
+    table = csv.DictReader(_lines(path, name), delimiter=delimiter)
+    try:
+        for record in table:
+            source = f"{name}:{table.line_num}"
+            yield source, Unusable("more fields than the header") if None in record else record
+    except csv.Error as error:
+        raise DataError(
+            f"{name}, line {table.line_num}: broken CSV ({error})", "fields with commas or quotes need quotes"
+        ) from None
+
+
+def _read_parquet(path: Path, name: str) -> Iterator[Found]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"{name}: reading Parquet needs pyarrow", "pip install pyarrow") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            records = (record for batch in file.iter_batches(batch_size=1024) for record in batch.to_pylist())
+            for number, record in enumerate(records, 1):
+                yield f"{name}:row {number}", record
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            f"{name} is not a readable Parquet file: {str(error).splitlines()[0]}", "write the file again"
+        ) from None
+
+
+def _read_text(path: Path, name: str) -> Iterator[Found]:
+    """Paragraphs between blank lines."""
+    before, start, part = "", 1, list[str]()
+    for number, line in enumerate([*_lines(path, name), ""], 1):
+        if line.strip():
+            start = start if part else number
+            part.append(line.rstrip("\r\n"))
+        elif part:
+            source = f"{name}:{start}"
+            yield source, Paragraph("\n".join(part), before)
+            before, part = source, []
+
+
+READERS = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv}
+READERS |= {".parquet": _read_parquet, **dict.fromkeys(TEXT_ENDINGS, _read_text)}
+
+
+def _read_file(path: Path, name: str) -> Iterator[Found]:
+    read = READERS.get(path.suffix.lower())
+    if read is None:
+        raise DataError(f"{name}: unknown file ending `{path.suffix}`", KNOWN_HINT)
+    try:
+        if path.stat().st_size == 0:
+            raise DataError(f"{name} is empty", ROW_HINT)
+        yield from read(path, name)
+    except OSError as error:
+        raise os_error(error, name) from None
+
+
+def os_error(error: OSError, name: str) -> DataError:
+    if error.errno == errno.ENOENT:
+        return DataError(f"there is no file or folder {name}", "give a file, a folder or a hub id (owner/name)")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return DataError(f"no permission to read {name}", "`ls -l` shows who may; `chmod u+r` lets you")
+    if error.errno == errno.ELOOP:
+        return DataError(f"{name} is a symbolic link that leads back to itself", "give the file itself")
+    return DataError(f"cannot read {name}: {error.strerror or error}")
+
+
+# ---------------------------------------------------------------- where files lie
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Data files under a folder, in name order; each folder once, even when links lead around in circles."""
+    files: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+
+    def refuse(error: OSError) -> None:
+        raise os_error(error, str(error.filename))
+
+    for root, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        stat = os.stat(root)
+        if (stat.st_dev, stat.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        usable = [Path(root, name) for name in sorted(names) if not name.startswith(".") and name not in NOT_ROWS]
+        files += [path for path in usable if path.suffix.lower() in READERS and path.is_file()]
+    tables = [path for path in files if path.suffix.lower() in TABLE_ENDINGS]
+    if not files:
+        raise DataError(f"{folder} holds no data files", KNOWN_HINT)
+    return tables or files  # a README.md beside tables is no data
+
+
+def _named(files: list[Path], name: str) -> list[Path]:
+    """train.csv, or train-00000-of-00002.parquet."""
+    return [path for path in files if re.match(rf"{name}([-_.]|$)", path.stem.lower())]
+
+
+def _hub(name: str) -> dict[str, Source]:
+    """Splits of a data set on the hub, `owner/name` or `owner/name:config`."""
+    hint = "check the spelling and the network; a data set downloaded earlier is found offline too"
+    try:
+        go_offline_if_cut_off()  # before datasets is imported, which asks once
+        import datasets
+
+        datasets.disable_progress_bars()
+        identifier, _, config = name.partition(":")
+        splits = datasets.load_dataset(identifier, config or None)
+    except ImportError:
+        raise DataError(f"{name}: hub ids need `datasets`", "pip install datasets") from None
+    except Exception as error:  # the hub client, its transport and the set's files raise what they like
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        if "onfig name is missing" in str(error):
+            hint = f"choose a configuration: `{name}:NAME`"
+        raise DataError(f"there is no file or folder {name}, and the hub gave no data set: {reason}", hint) from None
+    return {
+        str(split): Source(name, f"{name}/{split}", hub_records(f"{name}/{split}", table))
+        for split, table in splits.items()
+    }
+
+
+def hub_records(name: str, table: Any) -> Iterator[Found]:
+    labels = {column: feature for column, feature in table.features.items() if hasattr(feature, "int2str")}
+    for number, record in enumerate(table, 1):
+        for column, feature in labels.items():  # kept as numbers; -1 stands for unknown
+            value = record[column]
+            record[column] = feature.int2str(value) if isinstance(value, int) and value >= 0 else None
+        yield f"{name}:row {number}", record
+
+
+def find(path: str, without: str | None = None) -> tuple[list[Source], list[Source]]:
+    """(sources, held-out sources); the second is empty unless names in a folder or on the hub tell them apart."""
+    place = Path(path).expanduser()
+    try:
+        place.stat()
+    except FileNotFoundError:
+        hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", path) and place.suffix.lower() not in READERS
+        if not hub_id:
+            raise os_error(FileNotFoundError(errno.ENOENT, ""), path) from None
+        splits = _hub(path)
+        held = [splits[name] for name in HELDOUT_NAMES if name in splits][:1]
+        return ([splits["train"]], held) if "train" in splits and held else (list(splits.values()), [])
+    except OSError as error:
+        raise os_error(error, path) from None
+    excluded = Path(without).expanduser().resolve() if without else None
+    if not place.is_dir():
+        if place.resolve() == excluded:
+            raise DataError(f"{path} is both the training and the held-out file", "name another file with data.heldout")
+        return [Source(place.name, str(place), _read_file(place, place.name))], []
+    files = [file for file in _walk(place) if file.resolve() != excluded]
+    train = _named(files, "train")
+    heldout = next((found for name in HELDOUT_NAMES if (found := _named(files, name))), [])
+    if not (train and heldout):
+        train, heldout = files, []
+
+    def opened(files: list[Path]) -> list[Source]:
+        names = [str(file.relative_to(place)) for file in files]
+        return [Source(name, str(file), _read_file(file, name)) for name, file in zip(names, files, strict=True)]
+
+    return opened(train), opened(heldout)

@@ -1,0 +1,126 @@
+"""Rows as a prefix forest: a token that several rows begin with stands once.
+
+Loss and gradients of a batch taken from the forest are those of its rows computed one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edgeft.data.tokens import Encoded
+
+if TYPE_CHECKING:
+    from edgeft.model.stack import Batch
+
+
+class Forest:
+    """Nodes in depth-first order, so that a parent's number is always below its child's."""
+
+    def __init__(self, rows: Sequence[Encoded], share: bool = True) -> None:
+        order = sorted(range(len(rows)), key=lambda i: rows[i].ids.tolist())
+        self.paths: list[np.ndarray] = [np.empty(0, np.int32)] * len(rows)  # node numbers of each row's tokens
+        self.order = order  # row numbers, neighbours share the longest prefixes
+        self.shared = np.zeros(len(rows), np.int32)  # tokens that a row shares with the one before it in `order`
+        tokens: list[np.ndarray] = []
+        parents: list[np.ndarray] = []
+        positions: list[np.ndarray] = []
+        count = 0
+        previous = np.empty(0, np.int32)
+        path = np.empty(0, np.int32)
+        for i in order:
+            ids = rows[i].ids
+            common = _common(previous, ids) if share else 0
+            self.shared[i] = common
+            fresh = np.arange(count, count + len(ids) - common, dtype=np.int32)
+            path = np.concatenate([path[:common], fresh])
+            tokens.append(ids[common:])
+            parents.append(np.concatenate([[-1], path[:-1]])[common:].astype(np.int32))
+            positions.append(np.arange(common, len(ids), dtype=np.int32))
+            self.paths[i] = path
+            previous, count = ids, count + len(fresh)
+        empty = [np.empty(0, np.int32)]
+        self.tokens = np.concatenate(tokens or empty)
+        self.parents = np.concatenate(parents or empty)
+        self.positions = np.concatenate(positions or empty)
+        # a target at place i of a row is predicted from the node before it
+        self.at = [path[np.flatnonzero(r.trained[1:])] for r, path in zip(rows, self.paths, strict=True)]
+        self.targets = [r.ids[1:][r.trained[1:]] for r in rows]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def trained(self, rows: Sequence[int]) -> int:
+        """Targets in these rows."""
+        return sum(len(self.targets[i]) for i in rows)
+
+    def nodes(self, rows: Sequence[int]) -> np.ndarray:
+        return np.unique(np.concatenate([self.paths[i] for i in rows]))
+
+    def batch(self, rows: Sequence[int]) -> tuple[np.ndarray, Batch]:
+        """(node numbers, tensors) of the smallest forest that holds these rows."""
+        import torch
+
+        from edgeft.model.stack import Batch
+
+        nodes = self.nodes(rows)
+        parents = np.searchsorted(nodes, self.parents[nodes])  # a path is whole: every parent is in `nodes`
+        roots = self.parents[nodes] < 0
+        mask = np.zeros((len(nodes), len(nodes)), dtype=bool)
+        for i, parent in enumerate(parents):
+            if not roots[i]:
+                mask[i] = mask[parent]  # what the parent sees …
+            mask[i, i] = True  # … and itself
+        at = np.searchsorted(nodes, np.concatenate([self.at[i] for i in rows]))
+        targets = np.concatenate([self.targets[i] for i in rows])
+        return nodes, Batch(
+            tokens=torch.from_numpy(self.tokens[nodes].astype(np.int64)),
+            positions=torch.from_numpy(self.positions[nodes].astype(np.int64)),
+            mask=torch.from_numpy(mask),
+            at=torch.from_numpy(at.astype(np.int64)),
+            targets=torch.from_numpy(targets.astype(np.int64)),
+        )
+
+    def micro_batches(self, rows: Sequence[int], tokens: int) -> Iterator[list[int]]:
+        """Rows in parts of at most so many forest tokens (one row at least)."""
+        rank = {row: place for place, row in enumerate(self.order)}
+        part: list[int] = []
+        held: set[int] = set()
+        for row in sorted(rows, key=rank.__getitem__):
+            fresh = [n for n in self.paths[row].tolist() if n not in held]
+            if part and len(held) + len(fresh) > tokens:
+                yield part
+                part, held, fresh = [], set(), self.paths[row].tolist()
+            part.append(row)
+            held.update(fresh)
+        if part:
+            yield part
+
+    def groups(self, rows: Sequence[int]) -> list[list[int]]:
+        """Rows that share more than half of their tokens with their neighbour, such as questions on one passage."""
+        chosen = set(rows)
+        groups: list[list[int]] = []
+        for i in self.order:
+            if i not in chosen:
+                continue
+            if groups and self.shared[i] * 2 > len(self.paths[i]):
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        return groups
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common prefix."""
+    size = min(len(a), len(b))
+    differs = np.flatnonzero(a[:size] != b[:size])
+    return int(differs[0]) if len(differs) else size
+
+
+def epoch_order(forest: Forest, rows: Sequence[int], seed: int, epoch: int, grouped: bool) -> list[int]:
+    """The rows of one epoch in their random order; the same for the same seed and epoch."""
+    random = np.random.default_rng([seed, epoch])
+    groups = forest.groups(rows) if grouped else [[row] for row in rows]
+    return [row for g in random.permutation(len(groups)) for row in random.permutation(groups[g]).tolist()]

@@ -1,0 +1,1 @@
+"""The embedded handbook: rows that no model can know."""

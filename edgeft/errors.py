@@ -1,0 +1,59 @@
+"""What can go wrong for a user: a message, a hint and an exit code.
+
+A user's mistake is always an EdgeftError; anything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class EdgeftError(Exception):
+    """One line on what happened, one on what to do next."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(EdgeftError):
+    """Unknown recipe, device, key, option or value."""
+
+    exit_code = 2
+
+
+class DoesNotFitError(EdgeftError):
+    """The job needs more memory than it may use."""
+
+    exit_code = 3
+
+
+class DataError(EdgeftError):
+    """The rows cannot be read or used."""
+
+    exit_code = 4
+
+
+class ModelError(EdgeftError):
+    """The model file cannot be read or is of an unsupported kind."""
+
+    exit_code = 5
+
+
+class RunError(EdgeftError):
+    """The run folder cannot be used: locked, of another recipe, no space, no permission."""
+
+    exit_code = 6
+
+
+class ExportError(EdgeftError):
+    """The tuned model could not be written, or did not pass its check in llama.cpp."""
+
+    exit_code = 7
+
+
+class StoppedError(EdgeftError):
+    """Ctrl-C or SIGTERM, after a checkpoint was written."""
+
+    exit_code = 130

@@ -1,0 +1,292 @@
+"""A tuned GGUF file: its base with the updated tensors replaced.
+
+Tensors that were not updated keep their bytes, and a file takes its name only when it is whole and has been checked.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+import edgeft
+from edgeft.errors import ExportError, RunError
+from edgeft.model import ggml
+from edgeft.model import gguf as files
+from edgeft.model.gguf import GGUF, NewTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+# What ggml_quantize_chunk can pack, widest first; on any other type it aborts the whole process.
+PACKABLE = (
+    *("f32", "f16", "bf16", "q8_0", "q6_k", "q5_1", "q5_k", "q5_0", "q4_1", "q4_k", "q4_0", "iq4_nl", "nvfp4"),
+    *("iq4_xs", "mxfp4", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_s", "iq2_xs", "iq2_xxs", "tq2_0", "iq1_m"),
+    *("tq1_0", "iq1_s", "q1_0"),
+)
+WIDE = (ggml.F32, ggml.F16, ggml.BF16)  # `auto` keeps these
+SPOOL_BYTES = 64 << 20  # packed updates wait in memory up to here, beyond it in a nameless file
+OWN_KEYS = ("edgeft.version", "edgeft.base", "edgeft.recipe")
+TEMPLATE_KEY = "tokenizer.chat_template"
+
+_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class Exported:
+    path: Path
+    bytes: int
+    types: dict[str, int]  # type → how many updated tensors are written in it
+    updated: int  # tensors written anew, added biases among them
+    kept: int  # tensors whose bytes are the base's
+    checked: Any  # what the check returned
+
+
+def export_gguf(
+    source: Path,
+    updates: Iterable[tuple[str, torch.Tensor]],
+    out: Path,
+    type_name: str,
+    template: str | None,
+    check: Callable[[Path], Any] | None,
+    importance: Mapping[str, np.ndarray] | None = None,
+    recipe: str = "",
+    base_name: str = "",
+) -> Exported:
+    """Write `source` with `updates` to `out`; `check` sees the finished file under another name and may veto it.
+
+    `updates` and `importance` go by transformers' names (layers.3.mlp.up_proj.weight), rows in transformers' order;
+    importance is the mean of x² per input channel. `base_name` is what the file calls its base, if not by file name.
+    At most one dense tensor is in memory at a time.
+    """
+    out = Path(out)
+    base = GGUF.open(source)
+    check_type(type_name)
+    check_place(out, base.path)
+    with tempfile.SpooledTemporaryFile(max_size=SPOOL_BYTES, dir=str(out.parent)) as spool:
+        with writing(out):
+            new = _pack_all(base, updates, type_name, importance or {}, spool)
+        kept = [info for name, info in base.tensors.items() if name not in new]
+        # the base's order, so that a file without added biases has its tensors where the base has them
+        tensors = [new.get(name) or _copied(base, info) for name, info in base.tensors.items()]
+        tensors += [tensor for name, tensor in new.items() if name not in base.tensors]
+        size, checked = place(out, _records(base, template, recipe, base_name), tensors, base.alignment, check)
+    types = Counter(ggml.type_name(tensor.type) for tensor in new.values())
+    return Exported(out, size, dict(types), len(new), len(kept), checked)
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def gguf_name(name: str) -> tuple[str, str]:
+    """layers.3.mlp.up_proj.weight → (blk.3.ffn_up.weight, up); norms have no tensor letter."""
+    from edgeft.model.stack import LINEARS, NORMS
+
+    match = _NAME.fullmatch(name)
+    if match:
+        number, module, kind = match.groups()
+        for tensor, (path, short) in LINEARS.items():
+            if path == module:
+                return f"blk.{number}.{short}.{kind}", tensor
+        if module in NORMS and kind == "weight":
+            return f"blk.{number}.{NORMS[module]}.weight", ""
+    raise ValueError(f"{name} has no place in a GGUF file")
+
+
+def check_type(type_name: str) -> None:
+    if type_name not in ("auto", "keep", *PACKABLE):
+        raise ExportError(f"tensors cannot be written as `{type_name}`", f"valid: auto, keep, {', '.join(PACKABLE)}")
+
+
+def chosen_type(base: TensorInfo, type_name: str) -> int:
+    """The ggml type of an updated matrix."""
+    if type_name == "keep" or (type_name == "auto" and base.type in WIDE):
+        return base.type
+    return ggml.type_id("q8_0" if type_name == "auto" else type_name)
+
+
+def _pack_all(
+    base: GGUF,
+    updates: Iterable[tuple[str, torch.Tensor]],
+    type_name: str,
+    importance: Mapping[str, np.ndarray],
+    spool: IO[bytes],
+) -> dict[str, NewTensor]:
+    """Pack updates as they come; sizes are then known, and bytes come back from the spool in the file's order."""
+    from edgeft.model.stack import row_order
+
+    new: dict[str, NewTensor] = {}
+    for name, value in updates:
+        target, tensor = gguf_name(name)
+        if target in new:
+            raise ValueError(f"{name} is updated twice")
+        dense = value.detach().cpu().float().numpy()
+        shape = _check_shape(base, target, dense)
+        if not np.isfinite(dense).all():
+            raise ExportError(f"{name} holds values that are not finite", "training diverged: use a lower train.lr")
+        kind = ggml.F32 if dense.ndim == 1 else chosen_type(base.tensors[target], type_name)
+        packed = _pack(name, dense.reshape(-1, shape[0]), kind, importance.get(name))
+        order = row_order(base, tensor)
+        if order is not None:  # back to the file's row order; packing runs along rows, so packed rows can be moved
+            packed = packed.reshape(len(order), -1)[np.argsort(order)]
+        start = spool.tell()
+        spool.write(np.ascontiguousarray(packed).reshape(-1).data)
+        new[target] = NewTensor(target, shape, kind, packed.nbytes, _spooled(spool, start, packed.nbytes))
+    return new
+
+
+def _check_shape(base: GGUF, target: str, dense: np.ndarray) -> tuple[int, ...]:
+    """The tensor's shape as GGUF writes it, if the base has a place for it."""
+    from edgeft.model.stack import BIASES, LINEARS
+
+    info = base.tensors.get(target)
+    if info is not None:
+        wanted = info.shape
+    else:
+        weight = base.tensors.get(target.removesuffix(".bias") + ".weight")
+        readable = {LINEARS[t][1] for t in BIASES.get(base.arch, ())}
+        if weight is None or not target.endswith(".bias") or target.split(".")[2] not in readable:
+            raise ExportError(
+                f"{base.path.name} has no place for {target}", "export with the base model the run was trained on"
+            )
+        wanted = weight.shape[1:]
+    if dense.shape[::-1] != wanted:
+        raise ExportError(
+            f"{target} is {_times(dense.shape[::-1])}, and {_times(wanted)} in {base.path.name}",
+            "export with the base model the run was trained on",
+        )
+    return wanted
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _pack(name: str, values: np.ndarray, kind: int, weight: np.ndarray | None) -> np.ndarray:
+    label = ggml.type_name(kind)
+    if label not in PACKABLE:  # `keep` on a type that exists only inside ggml
+        raise ExportError(f"ggml cannot pack {name} into {label}", "--type q8_0 or --type f16 always work")
+    if not ggml.fits_row(kind, values.shape[1]):
+        width = values.shape[1]
+        raise ExportError(
+            f"{label} packs whole blocks, and {name} has rows of {width} values",
+            "--type q8_0, q5_1, q5_0, q4_1 and q4_0 fit here" if width % 32 == 0 else "--type f16 takes any width",
+        )
+    if weight is None and ggml.needs_imatrix(kind):
+        raise ExportError(
+            f"{label} cannot be packed without knowing which input channels matter, and nobody measured {name}",
+            "use a type of 3 bits or more, for example --type q8_0",
+        )
+    if weight is not None and (weight.shape != (values.shape[1],) or not np.isfinite(weight).all()):
+        raise ValueError(f"the importance of {name} must be {values.shape[1]} finite numbers")
+    return ggml.pack(values, kind, weight)
+
+
+def _spooled(spool: IO[bytes], start: int, nbytes: int) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        spool.seek(start)
+        return np.frombuffer(spool.read(nbytes), dtype=np.uint8)
+
+    return read
+
+
+def _copied(base: GGUF, info: TensorInfo) -> NewTensor:
+    return NewTensor(info.name, info.shape, info.type, info.nbytes, lambda: base.bytes(info.name))
+
+
+def _records(base: GGUF, template: str | None, recipe: str, base_name: str) -> list[bytes]:
+    """The base's keys as they are, then ours; a base that edgeft tuned before gives up its own old ones."""
+    records = [base.record(key) for key in base.records if key not in OWN_KEYS]
+    if template is not None and TEMPLATE_KEY not in base.records:
+        records.append(files.encode_record(TEMPLATE_KEY, files.STRING, template))
+    values = (edgeft.__version__, base_name or base.path.name, recipe)
+    return records + [
+        files.encode_record(key, files.STRING, value) for key, value in zip(OWN_KEYS, values, strict=True) if value
+    ]
+
+
+# ---------------------------------------------------------------- how it takes its place
+
+
+def check_place(out: Path, source: Path | None = None) -> None:
+    """Refuse a target that cannot be written, before any work is done."""
+    if out.is_dir():
+        raise RunError(f"{out} is a folder", "give a file name, for example -o model.gguf")
+    if not out.parent.is_dir():
+        raise RunError(f"there is no folder {out.parent}", "make it first, or choose another place with -o")
+    if source is not None and out.exists() and out.samefile(source):
+        raise ExportError(f"{out} is the base model itself", "choose another name with -o: the base is never changed")
+
+
+def place(
+    out: Path,
+    records: list[bytes],
+    tensors: list[NewTensor],
+    alignment: int = 32,
+    check: Callable[[Path], Any] | None = None,
+) -> tuple[int, Any]:
+    """Write a GGUF file beside `out`, have it checked and rename it; returns (bytes, what the check said).
+
+    Whatever goes wrong, an earlier `out` stays as it was and nothing else is left behind.
+    """
+    temporary = out.with_name(out.name + ".part")  # the next try overwrites what a power cut left
+    try:
+        with writing(out):
+            _check_space(out, records, tensors, alignment)
+            with temporary.open("wb") as file:
+                files.write(file, records, tensors, alignment)  # and fsync
+            size = temporary.stat().st_size
+        checked = check(temporary) if check else None
+        with writing(out):
+            temporary.replace(out)
+            _sync_folder(out.parent)
+    except BaseException:
+        # also on Ctrl-C; a folder that takes no new file holds no temporary one either
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    return size, checked
+
+
+def _check_space(out: Path, records: list[bytes], tensors: list[NewTensor], alignment: int) -> None:
+    header = 24 + sum(map(len, records)) + sum(len(t.name.encode()) + 24 + 8 * len(t.shape) for t in tensors)
+    needed = header + sum(t.nbytes + -t.nbytes % alignment for t in tensors) + alignment
+    free = shutil.disk_usage(out.parent).free
+    if needed > free:
+        raise RunError(
+            f"{out.name} needs {needed / 2**20:,.0f} MiB, and {out.parent} has {free / 2**20:,.0f} MiB free",
+            "free some space, or choose another place with -o",
+        )
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """What the system refuses becomes an error for people."""
+    try:
+        yield
+    except OSError as error:
+        hint = "choose another place with -o"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            hint = f"free some space, or {hint}"
+        raise RunError(f"cannot write {out}: {(error.strerror or str(error)).lower()}", hint) from None
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk only when its folder is."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,438 @@
+"""The tuned model as a Hugging Face directory: config, safetensors and tokenizer.
+
+Memory stays at about one shard, whatever the model's size; the folder takes its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgeft.errors import ExportError
+from edgeft.export.convert import (
+    CONTROL,
+    NORMAL,
+    SAME_SPLITTERS,
+    SPACE,
+    SPLITTERS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    rope_factors,
+)
+from edgeft.model import is_gguf
+
+if TYPE_CHECKING:
+    import torch
+
+    from edgeft.model.gguf import GGUF
+    from edgeft.model.hf import Weights
+    from edgeft.model.packed import Packed
+
+SHARD_BYTES = 256 << 20  # tensors collected before they are written; saving takes as much again
+CHUNK_ROWS = 8192  # rows of a large matrix unpacked at a time
+WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+INDEX = "model.safetensors.index.json"
+Updates = Iterable[tuple[str, "torch.Tensor"]]
+
+
+def export_hf(source: str, updates: Updates, out: Path) -> Path:
+    """`source` (a GGUF file, Hugging Face directory or hub id) with `updates` put in, as a new directory.
+
+    `updates` go by transformers' names without `model.`, dense, rows in transformers' order. From GGUF all is float16;
+    from Hugging Face every tensor keeps its type, and all that was not updated its bytes.
+    """
+    with new_folder(Path(out)) as folder:
+        if is_gguf(source):
+            _from_gguf(Path(source), updates, folder)
+        else:
+            _from_hf(source, updates, folder)
+    return Path(out)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill; at the end it is renamed to `out`, or removed if something went wrong."""
+    from edgeft.export.gguf import _sync_folder, writing
+
+    if (out.exists() and not out.is_dir()) or (out.is_dir() and any(out.iterdir())):
+        raise ExportError(f"{out} exists already", "choose a new folder with -o, or remove this one first")
+    temporary = out.with_name(out.name + ".part")
+    try:
+        with writing(out):
+            if temporary.exists():  # what a power cut left
+                shutil.rmtree(temporary)
+            temporary.mkdir(parents=True)
+        with writing(out):
+            yield temporary
+            for file in temporary.iterdir():
+                with file.open("rb+") as stream:
+                    os.fsync(stream.fileno())
+            if out.exists():
+                out.rmdir()  # empty, see above
+            temporary.rename(out)
+            _sync_folder(out.parent)
+    except BaseException:
+        with suppress(OSError):
+            shutil.rmtree(temporary)
+        raise
+
+
+def _checked(name: str, values: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    if not torch.isfinite(values).all():
+        raise ExportError(
+            f"{name} holds values that are not finite in {values.dtype}", "training diverged, or the base did"
+        )
+    return values
+
+
+def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """One safetensors file; a full disk is an OSError, as everywhere else."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = errno.ENOSPC if f"os error {errno.ENOSPC}" in str(error) else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+class Shards:
+    """safetensors files of bounded size, and the index that says which tensor lies where."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.waiting: dict[str, torch.Tensor] = {}
+        self.map: dict[str, str] = {}
+        self.files: list[str] = []
+        self.bytes = 0
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        size = sum(t.nbytes for t in self.waiting.values())
+        if self.waiting and size + values.nbytes > SHARD_BYTES:
+            self.flush()
+        self.waiting[name] = _checked(name, values).contiguous()
+        self.bytes += values.nbytes
+
+    def flush(self) -> None:
+        if self.waiting:
+            file = f"{len(self.files)}.part"
+            save(self.waiting, self.folder / file)
+            self.map |= dict.fromkeys(self.waiting, file)
+            self.files.append(file)
+            self.waiting = {}
+
+    def close(self) -> None:
+        """The files get the names that transformers looks for."""
+        self.flush()
+        count = len(self.files)
+        if count == 1:
+            (self.folder / self.files[0]).rename(self.folder / "model.safetensors")
+            return
+        names = {old: f"model-{n:05d}-of-{count:05d}.safetensors" for n, old in enumerate(self.files, 1)}
+        for old, new in names.items():
+            (self.folder / old).rename(self.folder / new)
+        _write_json(
+            self.folder / INDEX,
+            {"metadata": {"total_size": self.bytes}, "weight_map": {k: names[self.map[k]] for k in sorted(self.map)}},
+        )
+
+
+def _write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------- biases
+
+
+def _bias_groups(present: set[str], depth: int) -> tuple[dict[str, bool], list[str]]:
+    """LLaMA has biases on all attention (FFN) linears or on none: (what config.json says, those to add as zeros)."""
+    from edgeft.model.stack import LINEARS
+
+    groups = {"attention_bias": ("q", "k", "v", "o"), "mlp_bias": ("gate", "up", "down")}
+    config: dict[str, bool] = {}
+    missing: list[str] = []
+    for key, tensors in groups.items():
+        every = [f"layers.{number}.{LINEARS[t][0]}.bias" for number in range(depth) for t in tensors]
+        if present.intersection(every):
+            config[key] = True
+            missing += [name for name in every if name not in present]
+    return config, missing
+
+
+# ---------------------------------------------------------------- from GGUF
+
+
+def _from_gguf(source: Path, updates: Updates, folder: Path) -> None:
+    import torch
+
+    from edgeft.model.gguf import GGUF
+    from edgeft.model.stack import LINEARS, NORMS, gguf_config, packed, row_order, vector
+
+    gguf = GGUF.open(source)
+    config = gguf_config(gguf)
+    _tokenizer_files(gguf, config, folder)  # before the weights: it fails sooner
+    shards = Shards(folder)
+    done: set[str] = set()
+    for name, values in updates:
+        shards.add(f"model.{name}", values.half())
+        done.add(name)
+    for number in range(config.num_hidden_layers):
+        for tensor, (path, short) in LINEARS.items():
+            name, target = f"layers.{number}.{path}", f"blk.{number}.{short}"
+            order = row_order(gguf, tensor)
+            if f"{name}.weight" not in done:
+                matrix = packed(gguf, f"{target}.weight")
+                shards.add(f"model.{name}.weight", _half(matrix if order is None else matrix.permuted(order)))
+            bias = vector(gguf, f"{target}.bias")
+            if bias is not None and f"{name}.bias" not in done:
+                done.add(f"{name}.bias")
+                shards.add(f"model.{name}.bias", (bias if order is None else bias[torch.from_numpy(order)]).half())
+        for path, short in NORMS.items():
+            norm = vector(gguf, f"blk.{number}.{short}.weight")
+            if norm is not None and f"layers.{number}.{path}.weight" not in done:
+                shards.add(f"model.layers.{number}.{path}.weight", norm.half())
+    last = vector(gguf, "output_norm.weight")
+    assert last is not None  # gguf_config has looked
+    shards.add("model.norm.weight", last.half())
+    shards.add("model.embed_tokens.weight", _half(packed(gguf, "token_embd.weight")))
+    if "output.weight" in gguf.tensors:
+        shards.add("lm_head.weight", _half(packed(gguf, "output.weight")))
+    if gguf.arch == "llama":
+        flags, missing = _bias_groups(done, config.num_hidden_layers)
+        config.update(flags)
+        for name in missing:
+            tensor = next(t for t, (path, _) in LINEARS.items() if path in name)
+            rows = gguf.tensors[f"blk.{name.split('.')[1]}.{LINEARS[tensor][1]}.weight"].shape[1]
+            shards.add(f"model.{name}", torch.zeros(rows, dtype=torch.float16))
+    shards.close()
+    _save_config(gguf, config, folder)
+
+
+def _half(matrix: Packed) -> torch.Tensor:
+    import torch
+
+    out = torch.empty(matrix.rows, matrix.cols, dtype=torch.float16)
+    for start in range(0, matrix.rows, CHUNK_ROWS):
+        stop = min(start + CHUNK_ROWS, matrix.rows)
+        out[start:stop] = matrix.dense(start, stop)
+    return out
+
+
+def _save_config(gguf: GGUF, config: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    from edgeft.model.stack import vector
+
+    factors = vector(gguf, "rope_freqs.weight")
+    if factors is not None:
+        # the file holds each frequency's divisor; LLaMA 3 to 3.3 all come from these three numbers
+        config.rope_parameters = {
+            **config.rope_parameters,
+            "rope_type": "llama3",
+            "factor": float(factors.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        if not np.allclose(rope_factors(config), factors.numpy(), rtol=1e-3):
+            raise ExportError(f"{gguf.path.name} scales its rotary frequencies in an unknown way", "use --format gguf")
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # the file has it as float32
+    config.architectures = [
+        {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}.get(gguf.arch, "Qwen3ForCausalLM")
+    ]
+    config.dtype = "float16"
+    config.pad_token_id = gguf.get_key("tokenizer.ggml.padding_token_id")
+    config.save_pretrained(str(folder))
+    GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    ).save_pretrained(str(folder))
+
+
+# ---------------------------------------------------------------- the tokenizer of a GGUF file
+
+
+def _tokenizer_files(gguf: GGUF, config: Any, folder: Path) -> None:
+    """tokenizer.json, built from the file's keys so that its ids are llama.cpp's.
+
+    (transformers' own reading of GGUF tokenizers knows no tokenizer.ggml.pre, and loses BOS and the space before text.)
+    """
+    from tokenizers import AddedToken, Tokenizer, processors
+
+    from edgeft.model.tokenizer import GgufTokenizer
+
+    kind = gguf.get_key("tokenizer.ggml.model")
+    tokens, types = gguf.get_key("tokenizer.ggml.tokens", []), gguf.get_key("tokenizer.ggml.token_type", [])
+    types = types or [NORMAL] * len(tokens)
+    while types and types[-1] == UNUSED:  # placeholders for rows of the embedding that have no token
+        types.pop()
+    tokens = tokens[: len(types)]
+    made: Tokenizer
+    if kind == "gpt2":
+        made = _byte_level(gguf, tokens)
+    elif kind == "llama":
+        made = _sentencepiece(gguf, tokens, types)
+    else:
+        raise ExportError(f"tokenizers of kind `{kind}` cannot be written for Hugging Face", "use --format gguf")
+    pairs = list(zip(tokens, types, strict=True))
+    made.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text, kind in pairs if kind in (CONTROL, UNKNOWN)]
+    )
+    made.add_tokens([AddedToken(text, special=False, normalized=False) for text, kind in pairs if kind == USER_DEFINED])
+    read = GgufTokenizer(gguf.path)
+    if read.add_bos:
+        bos = tokens[read.bos]
+        made.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, read.bos)]
+        )
+    made.save(str(folder / "tokenizer.json"))
+    named = {}
+    for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token = gguf.get_key(f"tokenizer.ggml.{key}_token_id")
+        if token is not None and 0 <= token < len(tokens):
+            named[f"{role}_token"] = tokens[token]
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json as it is, in every version of transformers
+        "model_max_length": config.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": read.add_bos,
+        **named,
+    }
+    if read.has_template:
+        settings["chat_template"] = read.template
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _byte_level(gguf: GGUF, tokens: list[str]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pre = gguf.get_key("tokenizer.ggml.pre", "")
+    splitter = SPLITTERS.get(SAME_SPLITTERS.get(pre, pre))
+    if splitter is None:
+        raise ExportError(
+            f"the way `{pre}` splits text is not known for Hugging Face",
+            f"known: {', '.join(SPLITTERS)}; use --format gguf",
+        )
+    # a piece may begin with a space, hence the search from 1
+    cuts = [(merge, merge.index(" ", 1)) for merge in gguf.get_key("tokenizer.ggml.merges", [])]
+    merges = [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
+    vocabulary = {text: number for number, text in enumerate(tokens)}
+    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitter.ignore_merges))
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitter.digits else []
+    if splitter.regex:
+        steps.append(pre_tokenizers.Split(Regex(splitter.regex), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitter.regex))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = gguf.get_key("tokenizer.ggml.scores", [])
+    if len(scores) < len(tokens):
+        raise ExportError(f"{gguf.path.name} has no scores for its tokens", "use --format gguf")
+    vocabulary = {text: number for number, text in enumerate(tokens)}
+    merges = []
+    for number, (text, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind not in (NORMAL, USER_DEFINED):
+            continue
+        for cut in range(1, len(text)):
+            left, right = vocabulary.get(text[:cut]), vocabulary.get(text[cut:])
+            if left is not None and right is not None:
+                merges.append((-scores[number], number, left, right))
+    merges.sort()  # the pair that makes the piece with the best score is joined first
+    unknown = gguf.get_key("tokenizer.ggml.unknown_token_id", 0)
+    model = models.BPE(
+        vocabulary,
+        [(tokens[left], tokens[right]) for _, _, left, right in merges],
+        unk_token=tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    made = Tokenizer(model)
+    prefix = bool(gguf.get_key("tokenizer.ggml.add_space_prefix", True))
+    replace = normalizers.Replace(" ", SPACE)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace] if prefix else [replace])
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return made
+
+
+# ---------------------------------------------------------------- from Hugging Face
+
+
+def _from_hf(source: str, updates: Updates, folder: Path) -> None:
+    from edgeft.model.hf import DTYPES, Weights, read_config, resolve
+
+    origin = resolve(source)
+    config, weights = read_config(origin), Weights(origin)
+    for file in origin.iterdir():
+        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHT_ENDINGS):
+            shutil.copyfile(file, folder / file.name)
+    for file in weights.files:
+        shutil.copyfile(file, folder / file.name)
+    new: dict[str, torch.Tensor] = {}
+    for name, values in updates:
+        place = weights.places.get(name)
+        if place is None and name.endswith(".bias"):  # a bias that the base has not
+            new[name] = values.to(DTYPES[weights.places[name.removesuffix("bias") + "weight"].dtype][0])
+            continue
+        place = weights.place(name, tuple(values.shape))
+        cast = _checked(name, values.detach().to(DTYPES[place.dtype][0])).contiguous()
+        with (folder / place.file.name).open("r+b") as stream:
+            stream.seek(place.offset)
+            stream.write(_bytes(cast))
+    if new:
+        _add_biases(weights, config, new, folder)
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    import torch
+
+    return values.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _add_biases(weights: Weights, config: Any, new: dict[str, torch.Tensor], folder: Path) -> None:
+    """Biases that the base has not: a shard of their own, and a config that tells of them."""
+    import torch
+
+    from edgeft.model.hf import DTYPES
+
+    present = {name for name in weights.places if name.endswith(".bias")}
+    flags, missing = _bias_groups(present | set(new), config.num_hidden_layers)
+    for name in missing:
+        place = weights.places[name.removesuffix("bias") + "weight"]
+        new[name] = torch.zeros(place.shape[0], dtype=DTYPES[place.dtype][0])
+    values = json.loads((folder / "config.json").read_text("utf-8"))
+    if values["model_type"] == "mistral":  # the same blocks as LLaMA's, whose config can have biases
+        values |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    _write_json(folder / "config.json", values | flags)
+
+    files = [file.name for file in weights.files]
+    if files == ["model.safetensors"]:  # transformers would look no further than a file of this name
+        files = ["model-00001-of-00002.safetensors"]
+        (folder / "model.safetensors").rename(folder / files[0])
+        extra = "model-00002-of-00002.safetensors"
+    else:
+        extra = "model-biases.safetensors"
+    named = {weights.prefix + name: _checked(name, tensor) for name, tensor in new.items()}
+    save(named, folder / extra)
+    old = {name: files[0] if len(files) == 1 else place.file.name for name, place in weights.stored.items()}
+    total = sum(place.nbytes for place in weights.stored.values()) + sum(t.nbytes for t in named.values())
+    _write_json(
+        folder / INDEX,
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted((old | dict.fromkeys(named, extra)).items()))},
+    )

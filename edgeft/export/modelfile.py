@@ -1,0 +1,193 @@
+"""An Ollama Modelfile beside a GGUF file.
+
+Its TEMPLATE is learned by rendering the file's own chat template, and is only written if it gives the same text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgeft.errors import EdgeftError
+from edgeft.model.tokenizer import GgufTokenizer, Message, render
+
+# words that no template holds and no template changes
+SYSTEM = "Zsystem"
+ASK, ANSWER, ASK_AGAIN, ANSWER_AGAIN, ASK_LAST = "Zask", "Zanswer", "Zmore", "Zreply", "Zlast"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A chat template as the pieces between its messages: ChatML, LLaMA 2 and 3, Mistral and Zephyr are no more."""
+
+    user: str  # before a question
+    asked: str  # between a question and what follows
+    answer: str  # before an answer that was given; mostly empty, since `asked` says who speaks next
+    answered: str  # after an answer
+    generate: str  # before the answer to come, after `asked`
+    system: tuple[str, str] | None = None  # around the system message; None: the template takes none
+    inside: bool = False  # the system message stands inside the first question (LLaMA 2)
+    default: str | None = None  # system message where none is given; None: no system turn then
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """What Ollama makes of `go()`."""
+        given = "".join(m["content"] for m in messages if m["role"] == "system")
+        said = given or self.default
+        block = said.join(self.system) if self.system and said is not None else ""
+        parts = [] if self.inside else [block]
+        block = block if self.inside else ""
+        for message in messages:
+            if message["role"] == "user":
+                parts += [self.user, block, message["content"], self.asked]
+                block = ""
+            elif message["role"] == "assistant":
+                parts += [self.answer, message["content"], self.answered]
+        return "".join([*parts, self.generate])
+
+    def go(self) -> str:
+        """The same in Go's template language, without any white space of its own."""
+        front = block = ""
+        if self.system is not None:
+            before, after = self.system
+            if self.inside:
+                front = "{{ $system := .System }}"
+                block = f'{{{{ if $system }}}}{before}{{{{ $system }}}}{after}{{{{ $system = "" }}}}{{{{ end }}}}'
+            elif self.default is None:
+                front = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ end }}}}"
+            else:
+                front = f"{before}{{{{ if .System }}}}{{{{ .System }}}}{{{{ else }}}}{self.default}{{{{ end }}}}{after}"
+        user = f'{{{{ if eq .Role "user" }}}}{self.user}{block}{{{{ .Content }}}}{self.asked}'
+        assistant = f'{{{{ else if eq .Role "assistant" }}}}{self.answer}{{{{ .Content }}}}{self.answered}'
+        return f"{front}{{{{ range .Messages }}}}{user}{assistant}{{{{ end }}}}{{{{ end }}}}{self.generate}"
+
+
+def learn(tokenizer: GgufTokenizer) -> Turns | None:
+    """The pieces of a tokenizer's template, or None if it is more than pieces between messages."""
+    if "strftime_now" in tokenizer.template:
+        return None  # the date would stay at today's
+    try:
+        found = _pieces(tokenizer)
+        probes: list[list[tuple[str, ...]]] = [[(ASK,)], [(ASK, ANSWER), (ASK_AGAIN, ANSWER_AGAIN), (ASK_LAST,)]]
+        for system in ["", SYSTEM] if found.system else [""]:
+            for turns in probes:
+                messages = _messages(system, *turns)
+                if found.text(messages) != _shown(tokenizer, messages, generate=True):
+                    return None
+    except (ValueError, EdgeftError):  # a piece is not where it should be, or the template refuses the conversation
+        return None
+    pieces = "".join([found.user, found.asked, found.answer, found.answered, found.generate, found.default or ""])
+    pieces += "".join(found.system or ())
+    return None if "{{" in pieces or '"""' in pieces else found  # Go or Ollama would read these as its own
+
+
+def _messages(system: str, *turns: tuple[str, ...]) -> list[Message]:
+    messages = [{"role": "system", "content": system}] if system else []
+    for turn in turns:
+        messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=False)]
+    return list(messages)
+
+
+def _shown(tokenizer: GgufTokenizer, messages: list[Message], generate: bool) -> str:
+    """Without the first BOS where llama.cpp and Ollama put it there themselves."""
+    return render(tokenizer, messages, generate).removeprefix(tokenizer.bos_text if tokenizer.add_bos else "")
+
+
+def _split(text: str, *words: str) -> list[str]:
+    """The pieces around words that stand once each, in this order."""
+    pieces = []
+    for word in words:
+        piece, found, text = text.partition(word)
+        if not found or word in text:
+            raise ValueError(word)
+        pieces.append(piece)
+    return [*pieces, text]
+
+
+def _cut_end(text: str, end: str) -> str:
+    if not text.endswith(end):
+        raise ValueError(end)
+    return text[: len(text) - len(end)]
+
+
+def _pieces(tokenizer: GgufTokenizer) -> Turns:
+    """Raises ValueError where the text does not consist of such pieces."""
+    talk = _messages("", (ASK, ANSWER), (ASK_AGAIN,))
+    first, asked, between, end = _split(_shown(tokenizer, talk, generate=True), ASK, ANSWER, ASK_AGAIN)
+    answered = _split(_shown(tokenizer, talk[:2], generate=False), ANSWER)[1]
+    if not between.startswith(answered):
+        raise ValueError(answered)
+    user = between[len(answered) :]
+    bos = tokenizer.bos_text
+    if bos and user.startswith(bos) and not first.endswith(user):  # LLaMA 2 begins every turn with BOS
+        user, answered = user.removeprefix(bos), answered + bos
+    shared = os.path.commonprefix([asked, end])  # noqa: RUF071 - character by character is what is wanted
+    turns = Turns(user, shared, asked[len(shared) :], answered, end[len(shared) :])
+    system = _system(tokenizer, user)
+    if first == user:
+        return turns if system is None else Turns(**vars(turns) | {"system": system[0], "inside": system[1]})
+    if system is None or system[1]:
+        raise ValueError(first)
+    (before, after), _ = system
+    default = _cut_end(first, after + user)
+    if not default.startswith(before):
+        raise ValueError(default)
+    return Turns(**vars(turns) | {"system": system[0], "default": default[len(before) :]})
+
+
+def _system(tokenizer: GgufTokenizer, user: str) -> tuple[tuple[str, str], bool] | None:
+    """What stands around a system message, and whether it is inside the question."""
+    try:
+        before, after, _ = _split(_shown(tokenizer, _messages(SYSTEM, (ASK,)), generate=True), SYSTEM, ASK)
+    except (ValueError, EdgeftError):  # Mistral's first templates and Gemma's refuse or ignore it
+        return None
+    if after.endswith(user):
+        return (before, _cut_end(after, user)), False
+    if before.startswith(user):
+        return (before[len(user) :], after), True
+    raise ValueError(before)
+
+
+# ---------------------------------------------------------------- the file
+
+
+def modelfile(gguf_path: Path) -> str:
+    """The text of a Modelfile for this GGUF file, which stands beside it."""
+    tokenizer = GgufTokenizer(gguf_path)
+    turns = learn(tokenizer)
+    lines = [f"# ollama create {gguf_path.stem} -f {modelfile_path(gguf_path).name}", f"FROM ./{gguf_path.name}"]
+    if turns:
+        lines.append(f'TEMPLATE """{turns.go()}"""')
+    else:
+        lines.append("# No TEMPLATE: the file's own chat template is more than Ollama's language says in one line.")
+        lines.append("# Ollama chooses one by what it finds in the file; `ollama show --template` prints it.")
+    pieces = {tokenizer.piece(token) for token in tokenizer.eog}
+    ends = sorted(piece for piece in pieces if piece and turns and piece in turns.answered)
+    lines += [f'PARAMETER stop "{end}"' for end in ends or [tokenizer.eos_text] if end]
+    lines.append("PARAMETER temperature 0")
+    return "\n".join(lines) + "\n"
+
+
+def modelfile_path(gguf_path: Path) -> Path:
+    """`Modelfile`, or NAME.Modelfile where one for another model stands already."""
+    path = gguf_path.with_name("Modelfile")
+    if (
+        not path.exists()
+        or f"FROM ./{gguf_path.name}" in path.read_text(encoding="utf-8", errors="replace").splitlines()
+    ):
+        return path
+    return gguf_path.with_suffix(".Modelfile")
+
+
+def write_modelfile(gguf_path: Path) -> Path:
+    """Write it beside the GGUF file and return where."""
+    from edgeft.export.gguf import writing
+
+    path = modelfile_path(gguf_path)
+    text = modelfile(gguf_path)
+    part = path.with_name(path.name + ".part")
+    with writing(path):
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    return path

@@ -1,0 +1,52 @@
+"""A LoRA run as a PEFT adapter, for the Hugging Face model it was trained on.
+
+The adapter holds exactly what was trained; what an adapter cannot hold is an error, never left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgeft.errors import ExportError
+
+if TYPE_CHECKING:
+    from edgeft.model.stack import Stack
+    from edgeft.sparse.scheme import Scheme
+
+
+def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
+    """adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained; `base` is the model's name."""
+    from peft import LoraConfig
+
+    from edgeft.export.hf import new_folder, save
+    from edgeft.model.stack import LINEARS
+
+    hint = "use --format gguf or --format hf: there all updates are merged"
+    if scheme.method != "lora":
+        raise ExportError("only LoRA runs have adapters, and this run trained the tensors themselves", hint)
+    if scheme.biases or scheme.norms:
+        raise ExportError("this run trained biases or norms beside its adapters, which PEFT's file cannot hold", hint)
+    tensors = {}
+    for number in scheme.blocks:
+        for tensor in scheme.tensors:
+            module: Any = stack.linear(number, tensor)
+            prefix = f"base_model.model.model.layers.{number}.{LINEARS[tensor][0]}"
+            for part in ("lora_A", "lora_B"):
+                weight = getattr(module, part)["default"].weight
+                tensors[f"{prefix}.{part}.weight"] = weight.detach().float().contiguous()
+    config = LoraConfig(
+        r=scheme.rank,
+        lora_alpha=scheme.alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=[LINEARS[tensor][0].rpartition(".")[2] for tensor in scheme.tensors],
+        layers_to_transform=list(scheme.blocks),
+        layers_pattern="layers",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+    )
+    with new_folder(Path(out)) as folder:
+        save(tensors, folder / "adapter_model.safetensors")
+        config.save_pretrained(str(folder))
+    return Path(out)

@@ -1,0 +1,253 @@
+"""A GGUF file, mapped: its keys, its tensors' places, and a writer that copies what did not change.
+
+Every count, length and offset is checked against the file's size before it is used; nothing is read that is not asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from edgeft.errors import ModelError
+
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 18, 4
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]  # as in the file: innermost (input) dimension first
+    type: int
+    offset: int  # from the start of the file
+    nbytes: int
+
+
+class GGUF:
+    """One file, open for reading. `kv` decodes a value when it is asked for."""
+
+    def __init__(self, path: Path, data: np.ndarray) -> None:
+        self.path = path
+        self.data = data
+        self.tensors: dict[str, TensorInfo] = {}
+        self.records: dict[str, tuple[int, int, int]] = {}  # key → (start of record, start of value, end)
+        self._at = 0
+        self._parse()
+
+    @staticmethod
+    def open(path: str | Path) -> GGUF:
+        path = Path(path)
+        try:
+            if path.is_dir():
+                raise ModelError(f"{path} is a folder, not a GGUF file")
+            if path.stat().st_size < 24:
+                raise ModelError(f"{path} is not a GGUF file: it has only {path.stat().st_size} bytes")
+            data = np.memmap(path, dtype=np.uint8, mode="r")
+        except FileNotFoundError:
+            raise ModelError(f"there is no model file {path}", "check the path given with --model") from None
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error.strerror}") from None
+        try:
+            return GGUF(path, data)
+        except (struct.error, UnicodeDecodeError, RecursionError):
+            raise ModelError(f"{path} is damaged: its header cannot be read", "download or copy it again") from None
+
+    # ------------------------------------------------ header
+
+    def _bad(self, what: str) -> ModelError:
+        return ModelError(f"{self.path} is damaged or cut short: {what}", "download or copy it again")
+
+    def _take(self, count: int) -> bytes:
+        if count < 0 or self._at + count > self.data.size:
+            raise self._bad("the header points past the end of the file")
+        chunk = self.data[self._at : self._at + count].tobytes()
+        self._at += count
+        return chunk
+
+    def _skip(self, count: int) -> None:
+        if count < 0 or self._at + count > self.data.size:
+            raise self._bad("the header points past the end of the file")
+        self._at += count
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
+
+    def _string(self) -> str:
+        return self._take(self._number("Q")).decode("utf-8", errors="replace")
+
+    def _skip_value(self, kind: int, depth: int = 0) -> None:
+        if kind in SCALARS:
+            self._skip(struct.calcsize("<" + SCALARS[kind]))
+        elif kind == STRING:
+            self._skip(self._number("Q"))
+        elif kind == ARRAY and depth < 2:
+            item, count = self._number("I"), self._number("Q")
+            if item in SCALARS:
+                self._skip(count * struct.calcsize("<" + SCALARS[item]))
+            else:
+                if count > self.data.size:
+                    raise self._bad(f"an array of {count} values")
+                for _ in range(count):
+                    self._skip_value(item, depth + 1)
+        else:
+            raise self._bad(f"value type {kind} is unknown")
+
+    def _value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self._number(SCALARS[kind])
+        if kind == STRING:
+            return self._string()
+        item, count = self._number("I"), self._number("Q")
+        if item in SCALARS:
+            code = SCALARS[item]
+            return np.frombuffer(self._take(count * struct.calcsize("<" + code)), dtype="<" + code).tolist()
+        return [self._value(item) for _ in range(count)]
+
+    def _parse(self) -> None:
+        if self._take(4) != b"GGUF":
+            raise ModelError(f"{self.path} is not a GGUF file", "give a .gguf file or a Hugging Face directory")
+        self.version = self._number("I")
+        if self.version not in (2, 3):
+            raise ModelError(f"{self.path} is GGUF version {self.version}", "versions 2 and 3 can be read")
+        tensors, keys = self._number("Q"), self._number("Q")
+        if tensors > MAX_TENSORS or keys > MAX_KEYS:
+            raise self._bad(f"it claims {tensors} tensors and {keys} keys")
+        for _ in range(keys):
+            start = self._at
+            key = self._string()
+            value = self._at
+            self._skip_value(self._number("I"))
+            self.records[key] = (start, value, self._at)
+        infos = [self._tensor_info() for _ in range(tensors)]
+        alignment = self.get_key("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+            raise self._bad(f"alignment {alignment}")
+        self.alignment = alignment
+        base = -(-self._at // alignment) * alignment
+        for name, shape, kind, offset, nbytes in infos:
+            if name in self.tensors:
+                raise self._bad(f"tensor {name} stands twice")
+            if offset % alignment or base + offset + nbytes > self.data.size:
+                raise self._bad(f"tensor {name} lies past the end")
+            self.tensors[name] = TensorInfo(name, shape, kind, base + offset, nbytes)
+        end = base
+        for info in sorted(self.tensors.values(), key=lambda t: t.offset):
+            if info.offset < end:
+                raise self._bad(f"tensor {info.name} overlaps another")
+            end = info.offset + info.nbytes
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int, int]:
+        name = self._string()
+        dims = self._number("I")
+        if not 1 <= dims <= MAX_DIMS:
+            raise self._bad(f"tensor {name} has {dims} dimensions")
+        shape = tuple(self._number("Q") for _ in range(dims))
+        kind, offset = self._number("I"), self._number("Q")
+        try:
+            block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        except ValueError:
+            raise self._bad(f"tensor {name} has the unknown type {kind}") from None
+        values = 1
+        for size in shape:
+            values *= size
+        if not 0 < values <= self.data.size * 64 or shape[0] % block_values:
+            raise self._bad(f"tensor {name} has the shape {shape}")
+        return name, shape, kind, offset, values // block_values * block_bytes
+
+    # ------------------------------------------------ reading
+
+    def get_key(self, key: str, default: Any = None) -> Any:
+        """The value of a key as it is named in the file."""
+        record = self.records.get(key)
+        if record is None:
+            return default
+        self._at = record[1]
+        return self._value(self._number("I"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `<architecture>.<key>`."""
+        return self.get_key(f"{self.arch}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise self._bad(f"the key {self.arch}.{key} is missing")
+        return value
+
+    @cached_property
+    def arch(self) -> str:
+        return str(self.get_key("general.architecture", ""))
+
+    def bytes(self, name: str) -> np.ndarray:
+        """A tensor's packed bytes, mapped: no copy."""
+        info = self.tensors[name]
+        return self.data[info.offset : info.offset + info.nbytes]
+
+    def record(self, key: str) -> bytes:
+        """A whole key-value record, to be copied into another file."""
+        start, _, end = self.records[key]
+        return self.data[start:end].tobytes()
+
+
+# ---------------------------------------------------------------- writing
+
+
+def encode_string(text: str) -> bytes:
+    raw = text.encode("utf-8")
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def encode_record(key: str, kind: int, value: Any, item: int | None = None) -> bytes:
+    """One key-value record; for arrays `item` is the type of their values."""
+
+    def raw(kind: int, value: Any) -> bytes:
+        return encode_string(value) if kind == STRING else struct.pack("<" + SCALARS[kind], value)
+
+    head = encode_string(key) + struct.pack("<I", kind)
+    if kind == ARRAY:
+        assert item is not None
+        body = b"".join(raw(item, v) for v in value)
+        return head + struct.pack("<IQ", item, len(value)) + body
+    return head + raw(kind, value)
+
+
+@dataclass
+class NewTensor:
+    """What the writer needs to know before the first byte: its data comes when its turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    nbytes: int
+    data: Callable[[], np.ndarray]
+
+
+def write(file: BinaryIO, records: Iterable[bytes], tensors: list[NewTensor], alignment: int = 32) -> None:
+    """A whole GGUF file, streamed: at no time is more than one tensor in memory."""
+    records = list(records)
+    file.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(records)))
+    for record in records:
+        file.write(record)
+    offset = 0
+    for tensor in tensors:
+        file.write(encode_string(tensor.name) + struct.pack("<I", len(tensor.shape)))
+        file.write(struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape))
+        file.write(struct.pack("<IQ", tensor.type, offset))
+        offset += -(-tensor.nbytes // alignment) * alignment
+    file.write(b"\0" * (-file.tell() % alignment))
+    for tensor in tensors:
+        data = tensor.data()
+        assert data.nbytes == tensor.nbytes, tensor.name
+        file.write(memoryview(np.ascontiguousarray(data)).cast("B"))
+        file.write(b"\0" * (-tensor.nbytes % alignment))
+    file.flush()
+    os.fsync(file.fileno())

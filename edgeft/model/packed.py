@@ -1,0 +1,172 @@
+"""Frozen weights that stay packed: a linear layer, an embedding and a head over ggml's formats.
+
+A dense copy exists only for the product that needs it, in one buffer that the next product uses again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from edgeft.model import ggml
+
+LOGITS_BYTES = 64 << 20  # the largest piece of logits that exists at a time
+HEAD_ROWS = 8192  # vocabulary rows unpacked at a time
+
+
+class _Scratch:
+    """One float32 buffer for all unpacked weights: valid until the next `take`."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.empty(0)
+
+    def take(self, rows: int, cols: int) -> torch.Tensor:
+        if self.buffer.numel() < rows * cols:
+            self.buffer = torch.empty(rows * cols)
+        return self.buffer[: rows * cols].view(rows, cols)
+
+
+_scratch = _Scratch()
+
+
+def tensor_of(data: np.ndarray) -> torch.Tensor:
+    """A read-only mapped array as a tensor, without a copy; nobody writes into it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(data)
+
+
+class Packed:
+    """One matrix (rows, cols) in a ggml type, mapped from its file or held in memory."""
+
+    def __init__(self, data: np.ndarray, type_id: int, rows: int, cols: int) -> None:
+        self.data = data.reshape(rows, -1)  # uint8 (rows, bytes of a row)
+        self.type, self.rows, self.cols = type_id, rows, cols
+
+    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows [start, stop) in the shared buffer; the next call to any `dense` overwrites it."""
+        stop = self.rows if stop is None else stop
+        out = _scratch.take(stop - start, self.cols)
+        ggml.unpack(self.data[start:stop], self.type, out.numpy(), torch.get_num_threads())
+        return out
+
+    def copy(self) -> torch.Tensor:
+        """A dense matrix of its own, for a tensor that will be trained."""
+        return self.dense().clone()
+
+    def permuted(self, order: np.ndarray) -> Packed:
+        """The same matrix with its rows in another order: packing runs along rows, so bytes are moved, not values."""
+        return Packed(np.ascontiguousarray(self.data[order]), self.type, self.rows, self.cols)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """y = x Wᵀ + b with W frozen and packed: no activation is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.packed = packed
+        return nn.functional.linear(x, packed.dense(), bias)  # x (…, I) → (…, O)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        dx = dy @ ctx.packed.dense() if ctx.needs_input_grad[0] else None
+        db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return dx, None, db
+
+
+class PackedLinear(nn.Linear):
+    """A frozen linear layer. It is an nn.Linear so that PEFT can put its adapters on it."""
+
+    def __init__(self, packed: Packed, bias: torch.Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = packed.cols, packed.rows
+        self.packed = packed
+        self.weight = nn.Parameter(tensor_of(packed.data), requires_grad=False)  # uint8, for its device and size
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _FrozenLinear.apply(input, self.packed, self.bias)
+        return result
+
+    def dense_weight(self) -> torch.Tensor:
+        return self.packed.copy()
+
+
+class PackedEmbedding:
+    """Rows of a packed matrix by token id; only the rows asked for are unpacked."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        rows = np.ascontiguousarray(self.packed.data[unique.numpy()])
+        out = torch.empty(len(unique), self.packed.cols)
+        ggml.unpack(rows, self.packed.type, out.numpy(), 1)
+        return out[inverse]
+
+
+class PackedHead:
+    """Logits, loss and the loss's gradient, for the positions asked for; the dense head never exists as a whole."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
+
+    def chunk(self) -> int:
+        """Positions whose logits are held at a time."""
+        return max(1, LOGITS_BYTES // (4 * self.packed.rows))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden (n, d) → (n, vocabulary)."""
+        out = torch.empty(len(hidden), self.packed.rows)
+        for start in range(0, self.packed.rows, HEAD_ROWS):
+            stop = min(start + HEAD_ROWS, self.packed.rows)
+            torch.mm(hidden, self.packed.dense(start, stop).T, out=out[:, start:stop])
+        return out
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sum of the cross-entropy over n positions: hidden (n, d), targets (n,)."""
+        result: torch.Tensor = _HeadLoss.apply(hidden, targets, self)
+        return result
+
+    def back(self, dlogits: torch.Tensor) -> torch.Tensor:
+        """(n, vocabulary) → (n, d)."""
+        out = torch.zeros(len(dlogits), self.packed.cols)
+        for start in range(0, self.packed.rows, HEAD_ROWS):
+            stop = min(start + HEAD_ROWS, self.packed.rows)
+            out.addmm_(dlogits[:, start:stop], self.packed.dense(start, stop))
+        return out
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Cross-entropy through a frozen head. Its input gradient is taken in the forward pass, while the logits are there."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, head: PackedHead) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        want = ctx.needs_input_grad[0]
+        dhidden = torch.empty_like(hidden) if want else None
+        for start in range(0, len(hidden), head.chunk()):
+            part = slice(start, start + head.chunk())
+            logits = head.logits(hidden[part])
+            rows = torch.arange(len(logits))
+            logits -= logits.amax(1, keepdim=True)
+            picked = logits[rows, targets[part]]
+            logits.exp_()
+            sums = logits.sum(1, keepdim=True)
+            total += (sums.squeeze(1).log() - picked).sum().double()
+            if dhidden is not None:
+                logits /= sums  # softmax
+                logits[rows, targets[part]] -= 1
+                dhidden[part] = head.back(logits)
+        ctx.dhidden = dhidden
+        return total.to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.dhidden * grads[0], None, None

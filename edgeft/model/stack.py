@@ -1,0 +1,344 @@
+"""The model as the trainer sees it: transformers' own blocks over frozen weights, an embedding and a head.
+
+Only tensors that are trained become dense float32; everything else stays as it was stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from edgeft.errors import ModelError
+from edgeft.model import is_gguf
+from edgeft.model.gguf import GGUF
+from edgeft.model.packed import Packed, PackedEmbedding, PackedHead, PackedLinear
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+# tensor → (its module inside a transformers block, its name inside a GGUF block)
+LINEARS = {
+    "q": ("self_attn.q_proj", "attn_q"),
+    "k": ("self_attn.k_proj", "attn_k"),
+    "v": ("self_attn.v_proj", "attn_v"),
+    "o": ("self_attn.o_proj", "attn_output"),
+    "gate": ("mlp.gate_proj", "ffn_gate"),
+    "up": ("mlp.up_proj", "ffn_up"),
+    "down": ("mlp.down_proj", "ffn_down"),
+}
+NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+# linears for which llama.cpp reads a bias, by architecture (tried: each changes the logits)
+BIASES = {"llama": tuple(LINEARS), "qwen2": ("q", "k", "v"), "qwen3": ()}
+
+
+@dataclass
+class Batch:
+    """Rows as one tree: tokens (T,), positions (T,), mask (T, T) true where a token sees another."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+    at: torch.Tensor  # (n,) where a trained target is predicted
+    targets: torch.Tensor  # (n,)
+
+
+class Stack:
+    """Embedding, blocks, last norm and head; `model` is the nn.Module that holds the blocks as `layers`."""
+
+    def __init__(self, arch: str, config: Any, model: nn.Module, embed: Any, head: PackedHead, source: str) -> None:
+        self.arch, self.config, self.model = arch, config, model
+        self.embed, self.head, self.source = embed, head, source
+        self.recompute = False
+        model.eval()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.model.layers  # type: ignore[assignment]
+        return layers
+
+    @property
+    def depth(self) -> int:
+        return len(self.layers)
+
+    @property
+    def width(self) -> int:
+        return int(self.config.hidden_size)
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = self.model.rotary_emb(torch.empty(0), positions)  # type: ignore[operator]
+        return found
+
+    def run(
+        self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, start: int, stop: int, cache: Any = None
+    ) -> torch.Tensor:
+        """Blocks [start, stop): hidden (B, T, d), positions (B, T), mask (B, 1, T, S)."""
+        rotary = self.rotary(positions)
+        for block in self.layers[start:stop]:
+            keywords = {"attention_mask": mask, "position_embeddings": rotary, "past_key_values": cache}
+            if self.recompute and torch.is_grad_enabled():
+                hidden = checkpoint(block, hidden, use_reentrant=False, **keywords)
+            else:
+                hidden = block(hidden, **keywords)
+        return hidden
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.model.norm(hidden)  # type: ignore[operator]
+        return normed
+
+    def top(self, hidden: torch.Tensor, batch: Batch, cut: int) -> torch.Tensor:
+        """From what the cut sees, (T, d), to the normed states (n, d) at which targets are predicted."""
+        out = self.run(hidden[None], batch.positions[None], batch.mask[None, None], cut, self.depth)
+        return self.final(out[0][batch.at])
+
+    def trunk(self, batch: Batch, cut: int) -> torch.Tensor:
+        """What the cut sees, (T, d); without autograd."""
+        with torch.no_grad():
+            hidden = self.embed(batch.tokens)
+            return self.run(hidden[None], batch.positions[None], batch.mask[None, None], 0, cut)[0]
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """(n, vocabulary) at the predicting positions; for checks."""
+        with torch.no_grad():
+            return self.head.logits(self.top(self.trunk(batch, 0), batch, 0))
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new: int, stop: frozenset[int]) -> list[list[int]]:
+        """Greedy answers, several rows at once, padded on the left."""
+        from transformers import DynamicCache
+
+        answers: list[list[int]] = [[] for _ in prompts]
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # like lengths together: little padding
+        for begin in range(0, len(order), 16):
+            rows = order[begin : begin + 16]
+            length = max(len(prompts[i]) for i in rows)
+            ids = torch.zeros(len(rows), length, dtype=torch.long)
+            real = torch.zeros(len(rows), length, dtype=torch.bool)
+            for r, i in enumerate(rows):
+                ids[r, length - len(prompts[i]) :] = torch.tensor(list(prompts[i]))
+                real[r, length - len(prompts[i]) :] = True
+            positions = (real.long().cumsum(1) - 1).clamp(min=0)
+            seen = torch.ones(length, length, dtype=torch.bool).tril() & real[:, None, :]
+            seen |= torch.eye(length, dtype=torch.bool)  # a padding position sees itself: no empty softmax
+            cache, mask, done = DynamicCache(), seen[:, None], [False] * len(rows)
+            with torch.no_grad():
+                for _ in range(max_new):
+                    hidden = self.embed(ids.flatten()).view(*ids.shape, -1)
+                    hidden = self.run(hidden, positions, mask, 0, self.depth, cache)
+                    best = self.head.logits(self.final(hidden[:, -1])).argmax(1)
+                    for r, i in enumerate(rows):
+                        token = int(best[r])
+                        done[r] = done[r] or token in stop
+                        if not done[r]:
+                            answers[i].append(token)
+                    if all(done):
+                        break
+                    real = torch.cat([real, torch.ones(len(rows), 1, dtype=torch.bool)], 1)
+                    ids, positions, mask = best[:, None], positions[:, -1:] + 1, real[:, None, None, :]
+        return answers
+
+    def linear(self, block: int, tensor: str) -> nn.Module:
+        return self.layers[block].get_submodule(LINEARS[tensor][0])
+
+    def dense_weight(self, block: int, tensor: str) -> torch.Tensor:
+        """A frozen linear's weight, unpacked into memory of its own."""
+        return weight_of(self.linear(block, tensor))
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The dense float32 weight of any linear layer that a stack can hold."""
+    if isinstance(module, PackedLinear):
+        return module.dense_weight()
+    weight: Any = module.weight
+    if type(weight).__name__ == "Params4bit":
+        import bitsandbytes as bnb
+
+        return bnb.functional.dequantize_4bit(weight.data, weight.quant_state).float()
+    if type(weight).__name__ == "Int8Params":
+        import bitsandbytes as bnb
+
+        state = getattr(module, "state", None)
+        data = weight.data if weight.data.dtype == torch.int8 else state.CB  # type: ignore[union-attr]
+        scale = weight.SCB if getattr(weight, "SCB", None) is not None else state.SCB  # type: ignore[union-attr]
+        return bnb.functional.int8_vectorwise_dequant(data, scale).float()
+    return weight.detach().float().clone()  # type: ignore[no-any-return]
+
+
+def load(path: str | Path, frozen: str = "auto") -> Stack:
+    """A GGUF file, a Hugging Face directory or a hub id."""
+    if is_gguf(path):
+        return _load_gguf(Path(path), frozen)
+    from edgeft.model.hf import load_hf
+
+    return load_hf(str(path), frozen)
+
+
+# ---------------------------------------------------------------- GGUF
+
+
+def check_architecture(gguf: GGUF) -> None:
+    if gguf.arch not in ARCHITECTURES:
+        raise ModelError(
+            f"{gguf.path.name} is of architecture `{gguf.arch or 'unknown'}`, which is not supported",
+            f"supported: {', '.join(ARCHITECTURES)} (LLaMA 1 to 3, Mistral, SmolLM, TinyLlama, Qwen 2, 2.5 and 3)",
+        )
+    if gguf.get("expert_count", 0):
+        raise ModelError(
+            f"{gguf.path.name} is a mixture of experts, which is not supported", "use a dense model of the same family"
+        )
+
+
+def check_frozen(path: str | Path, frozen: str) -> None:
+    if frozen not in ("auto", "dense"):
+        raise ModelError(
+            f"`model.frozen: {frozen}` is for Hugging Face weights; {Path(path).name} is packed already",
+            "use `--set model.frozen=auto` (as packed in the file) or `dense`",
+        )
+
+
+def _rope(gguf: GGUF, head_dim: int) -> dict[str, Any]:
+    """transformers' rope parameters; frequency factors in the file (LLaMA 3) are put in afterwards."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(gguf.get("rope.freq_base", 10000.0))}
+    kind = gguf.get("rope.scaling.type", "none")
+    if kind == "linear":
+        rope |= {"rope_type": "linear", "factor": float(gguf.get("rope.scaling.factor", 1.0))}
+    elif kind == "yarn":
+        rope |= {
+            "rope_type": "yarn",
+            "factor": float(gguf.get("rope.scaling.factor", 1.0)),
+            "original_max_position_embeddings": int(gguf.need("rope.scaling.original_context_length")),
+        }
+    elif kind != "none":
+        raise ModelError(f"{gguf.path.name} has the rope scaling `{kind}`, which is not supported")
+    if int(gguf.get("rope.dimension_count", head_dim)) != head_dim:
+        raise ModelError(f"{gguf.path.name} rotates only a part of each head, which is not supported")
+    return rope
+
+
+def gguf_config(gguf: GGUF) -> Any:
+    """transformers' configuration of the same model."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    check_architecture(gguf)
+    heads, width = int(gguf.need("attention.head_count")), int(gguf.need("embedding_length"))
+    head_dim = int(gguf.get("attention.key_length", width // heads))
+    if "token_embd.weight" not in gguf.tensors or "output_norm.weight" not in gguf.tensors:
+        raise ModelError(f"{gguf.path.name} lacks its embedding or its last norm", "download or copy it again")
+    common: dict[str, Any] = {
+        "hidden_size": width,
+        "num_hidden_layers": int(gguf.need("block_count")),
+        "intermediate_size": int(gguf.need("feed_forward_length")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(gguf.get("attention.head_count_kv", heads)),
+        "head_dim": head_dim,
+        "vocab_size": gguf.tensors["token_embd.weight"].shape[1],
+        "rms_norm_eps": float(gguf.need("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": int(gguf.get("context_length", 2048)),
+        "rope_parameters": _rope(gguf, head_dim),
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "attn_implementation": "sdpa",
+    }
+    for name in ("bos", "eos"):
+        found = gguf.get_key(f"tokenizer.ggml.{name}_token_id")
+        if found is not None:
+            common[f"{name}_token_id"] = int(found)
+    if gguf.arch == "llama":
+        return LlamaConfig(**common)
+    return Qwen2Config(**common) if gguf.arch == "qwen2" else Qwen3Config(**common)
+
+
+def head_order(heads: int, rows: int) -> np.ndarray:
+    """Rows of attn_q and attn_k in `llama` files → their Hugging Face order (llama.cpp rotates neighbours)."""
+    half = rows // heads // 2
+    return np.arange(rows).reshape(heads, half, 2).swapaxes(1, 2).reshape(-1)
+
+
+def row_order(gguf: GGUF, tensor: str) -> np.ndarray | None:
+    if gguf.arch != "llama" or tensor not in ("q", "k"):
+        return None
+    heads = int(gguf.need("attention.head_count"))
+    count = heads if tensor == "q" else int(gguf.get("attention.head_count_kv", heads))
+    rows = count * int(gguf.get("attention.key_length", int(gguf.need("embedding_length")) // heads))
+    return head_order(count, rows)
+
+
+def packed(gguf: GGUF, name: str) -> Packed:
+    info = gguf.tensors.get(name)
+    if info is None:
+        raise ModelError(f"{gguf.path.name} lacks the tensor {name}", "download or copy it again")
+    if len(info.shape) != 2:
+        raise ModelError(f"{gguf.path.name}: tensor {name} is no matrix")
+    return Packed(gguf.bytes(name), info.type, info.shape[1], info.shape[0])
+
+
+def vector(gguf: GGUF, name: str) -> torch.Tensor | None:
+    info = gguf.tensors.get(name)
+    if info is None:
+        return None
+    return Packed(gguf.bytes(name), info.type, 1, info.shape[0]).copy()[0]
+
+
+def _set(root: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, module)
+
+
+def _load_gguf(path: Path, frozen: str) -> Stack:
+    from transformers import AutoModel
+
+    check_frozen(path, frozen)
+    gguf = GGUF.open(path)
+    config = gguf_config(gguf)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    for number, block in enumerate(model.layers):
+        for tensor, (module_name, name) in LINEARS.items():
+            matrix = packed(gguf, f"blk.{number}.{name}.weight")
+            wanted = block.get_submodule(module_name)
+            if (matrix.rows, matrix.cols) != (wanted.out_features, wanted.in_features):
+                raise ModelError(
+                    f"{path.name}: blk.{number}.{name} is {matrix.rows} × {matrix.cols}, "
+                    f"not {wanted.out_features} × {wanted.in_features} as its header says"
+                )
+            bias = vector(gguf, f"blk.{number}.{name}.bias")
+            order = row_order(gguf, tensor)
+            if order is not None:
+                matrix = matrix.permuted(order)
+                bias = bias[torch.from_numpy(order)] if bias is not None else None
+            _set(block, module_name, _linear(matrix, bias, frozen))
+        for module_name, name in NORMS.items():
+            weight = vector(gguf, f"blk.{number}.{name}.weight")
+            if weight is not None:
+                block.get_submodule(module_name).weight = nn.Parameter(weight, requires_grad=False)
+    last = vector(gguf, "output_norm.weight")
+    model.norm.weight = nn.Parameter(last, requires_grad=False)
+    model.embed_tokens = None  # the packed embedding stands in its place
+    model.rotary_emb = type(model.rotary_emb)(config=config)
+    factors = vector(gguf, "rope_freqs.weight")
+    if factors is not None:  # LLaMA 3: every frequency has its own divisor
+        model.rotary_emb.inv_freq = model.rotary_emb.inv_freq / factors
+    meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if meta:
+        raise ModelError(f"{path.name} lacks {len(meta)} tensors, for example {meta[0]}", "download or copy it again")
+    embed = packed(gguf, "token_embd.weight")
+    head = packed(gguf, "output.weight") if "output.weight" in gguf.tensors else embed
+    return Stack(gguf.arch, config, model, PackedEmbedding(embed), PackedHead(head), str(path))
+
+
+def _linear(matrix: Packed, bias: torch.Tensor | None, frozen: str) -> nn.Module:
+    if frozen != "dense":
+        return PackedLinear(matrix, bias)
+    linear = nn.Linear(matrix.cols, matrix.rows, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(matrix.copy(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear

@@ -1,0 +1,176 @@
+"""One run, one folder: its recipe, tokens, trunk cache, checkpoints, metrics, report and exported model.
+
+Every file but metrics.jsonl is written under a temporary name, fsynced and renamed; one process at a time works here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from edgeft import config
+from edgeft.errors import ConfigError, RunError
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the system says about a failed write into one line and a hint."""
+    try:
+        yield
+    except OSError as error:
+        hints = {
+            errno.ENOSPC: "free some space and go on with --resume",
+            errno.EDQUOT: "free some space and go on with --resume",
+            errno.EACCES: "choose a folder that you may write to with --out",
+            errno.EPERM: "choose a folder that you may write to with --out",
+            errno.EROFS: "the disk is read-only; choose another folder with --out",
+            errno.EFBIG: "the file system or a limit does not allow a file of this size",
+        }
+        reason = error.strerror or str(error)
+        raise RunError(f"cannot write {path}: {reason}", hints.get(error.errno or 0, "")) from None
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes its place only when it is whole and on the disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename is on the disk only when its folder is."""
+    with contextlib.suppress(OSError):  # some file systems know no fsync of folders
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class Run:
+    """A run folder and the names of what lies in it."""
+
+    def __init__(self, path: Path, recipe: config.Recipe) -> None:
+        self.path, self.recipe = path, recipe
+        self.recipe_file = path / "recipe.yaml"
+        self.tokens = path / "tokens.npz"
+        self.trunk = path / "trunk.bin"
+        self.checkpoints = path / "checkpoints"
+        self.best = path / "best.safetensors"
+        self.metrics = path / "metrics.jsonl"
+        self.done = path / "done.json"
+        self.evaluation = path / "eval.json"
+        self.model = path / "model.gguf"
+        self._lock: IO[str] | None = None
+
+    @staticmethod
+    def open(path: str | Path) -> Run:
+        """A run that is there already."""
+        path = Path(path)
+        file = path / "recipe.yaml"
+        if not file.is_file():
+            raise RunError(f"{path} is no run folder (it holds no recipe.yaml)", "`edgeft runs` lists the runs")
+        return Run(path, config.build(config.Recipe, config.read_yaml(file)))
+
+    @staticmethod
+    def start(path: Path, recipe: config.Recipe, resume: bool) -> Run:
+        """A new run, or with `resume` the one that is there, if it learns the same thing."""
+        run = Run(path, recipe)
+        if run.recipe_file.exists():
+            if not resume:
+                raise RunError(f"{path} holds a run already", "go on with --resume, or name another folder with --out")
+            before, now = config.what(Run.open(path).recipe), config.what(recipe)
+            changed = [
+                f"{part}.{key} {before[part].get(key)!r} → {value!r}"
+                for part in now
+                for key, value in now[part].items()
+                if before[part].get(key) != value
+            ]
+            if changed:
+                raise RunError(
+                    f"{path} was made with another recipe: {'; '.join(changed[:3])}",
+                    "resume with the same settings, or name another folder with --out",
+                )
+        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(f"{path} is there already and is no run folder", "name another folder with --out")
+        elif resume:
+            raise RunError(f"there is no run in {path} to resume", "leave out --resume to start one")
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o700)  # it holds the user's data
+        run.lock()
+        with replacing(run.recipe_file) as file:
+            file.write(config.dump(recipe).encode())
+        return run
+
+    def lock(self) -> None:
+        """Held until this process ends, however it ends."""
+        import fcntl
+
+        with writing(self.path / "lock"):
+            self._lock = (self.path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"{self.path} is in use by another process", "wait for it, or stop it first") from None
+
+    def discard_if_empty(self) -> None:
+        """Takes away a folder in which nothing has been made yet."""
+        if self.tokens.exists():
+            return
+        if self._lock is not None:
+            self._lock.close()
+        for file in (self.recipe_file, self.metrics, self.path / "lock"):
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # something else lies in it
+            self.path.rmdir()
+
+    def log(self, **values: Any) -> None:
+        """One line of metrics.jsonl."""
+        with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": round(time.time(), 3), **values}) + "\n")
+
+    def read_json(self, path: Path) -> dict[str, Any] | None:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def write_json(self, path: Path, values: dict[str, Any]) -> None:
+        with replacing(path) as file:
+            file.write(json.dumps(values, indent=1).encode())
+
+    def events(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl holds; a last line cut off by a crash is left out."""
+        found = []
+        with contextlib.suppress(OSError):
+            for line in self.metrics.read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):
+                    found.append(json.loads(line))
+        return found
+
+
+def runs(folder: Path) -> list[Run]:
+    """The runs below a folder, newest last."""
+    found = []
+    for file in sorted(folder.glob("*/recipe.yaml"), key=lambda f: f.stat().st_mtime):
+        with contextlib.suppress(RunError, ConfigError):
+            found.append(Run.open(file.parent))
+    return found

@@ -1,0 +1,145 @@
+"""What the commands draw: progress, tables and marked text; plain lines where the output is no terminal."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from edgeft.train.progress import Progress
+
+PLAIN_EVERY_S = 10.0  # without a terminal, one line so often
+
+
+class Screen(Progress):
+    """A bar in a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar: Bar | None = None
+        self.name, self.total, self.done = "", 0.0, 0.0
+        self.began = self.said = 0.0
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.end()
+
+    def stage(self, name: str, total: float) -> None:
+        self.end()
+        self.name, self.total, self.done = name, total, 0.0
+        self.began = self.said = time.monotonic()
+        if self.console.is_terminal:
+            self.bar = Bar(
+                TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"), console=self.console, transient=True,
+            )  # fmt: skip
+            self.bar.add_task(name, total=total, note="")
+            self.bar.start()
+
+    def advance(self, amount: float, note: str = "") -> None:
+        self.done += amount
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], advance=amount, note=note)
+        elif amount and time.monotonic() - self.said >= PLAIN_EVERY_S:
+            self.said = time.monotonic()
+            left = (self.said - self.began) / max(self.done, 1e-9) * (self.total - self.done)
+            self.console.print(f"{self.name} {self.done:g}/{self.total:g} · {note} · {left:.0f} s left", soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        target = self.bar.console if self.bar is not None else self.console
+        target.print(text, markup=False, soft_wrap=True)
+
+    def end(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def marked(pieces: list[dict[str, Any]]) -> Text:
+    """A row as the model sees it; what is trained stands out, also without colour."""
+    text = Text()
+    inside = False
+    for piece in pieces:
+        if piece["trained"] != inside:
+            text.append("⟦" if piece["trained"] else "⟧", style="bold green")
+            inside = piece["trained"]
+        text.append(piece["text"], style="bold green" if inside else "dim")
+    if inside:
+        text.append("⟧", style="bold green")
+    return text
+
+
+def key_values(console: Console, rows: list[tuple[str, str]]) -> None:
+    table = Table.grid(padding=(0, 3))
+    for key, value in rows:
+        table.add_row(Text(key, style="bold"), Text(value))
+    console.print(table)
+
+
+def print_data(console: Console, found: dict[str, Any]) -> None:
+    """`edgeft data`: counts, lengths, what is lost and why, one row as the model sees it."""
+    shared = found["shared_prefix"]
+    key_values(
+        console,
+        [
+            ("format", found["format"]),
+            ("files", ", ".join(found["files"])),
+            ("rows", f"{found['rows']['train']} to train on, {found['rows']['heldout']} held out ({found['split']})"),
+            ("usable", f"{found['usable']['train']} and {found['usable']['heldout']} within {found['max_tokens']} tokens"),
+            ("cut", f"{found['cut']['rows']} rows lose {found['cut']['tokens']} tokens of their context or oldest turns"),
+            ("shared prefixes", f"{shared['row_tokens']} row tokens are {shared['tree_tokens']} computed ({shared['times']} ×)"),
+        ],
+    )
+    for kind in ("dropped", "skipped"):
+        for item in found[kind]:
+            console.print(f"{kind}: {item['rows']} × {item['reason']} (first: {item['first']})", markup=False, soft_wrap=True)
+    tokens = found["tokens"]
+    console.print("\ntokens per row", style="bold")
+    highest = max([bin["rows"] for bin in tokens["histogram"]] or [1]) or 1
+    for bin in tokens["histogram"]:
+        bar = "█" * round(40 * bin["rows"] / highest) or ("▏" if bin["rows"] else "")
+        upper = f"{bin['to']:>6}" if bin["to"] is not None else "  more"
+        console.print(f"{bin['from']:>6} – {upper}  {bar} {bin['rows']}", markup=False)
+    if found["example"]:
+        console.print(f"\none row ({found['example']['source']}); what is trained stands in ⟦ ⟧", style="bold")
+        console.print(marked(found["example"]["pieces"]))
+
+
+def print_doctor(console: Console, found: dict[str, Any]) -> None:
+    """`edgeft doctor`."""
+    gib = 2**30
+    memory, cpu, gemm, disk = found["memory"], found["cpu"], found["gemm"], found["disk"]
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in gemm["gflops"].items()) or gemm["error"] or "not measured"
+    limit = f", limited to {memory['limit_bytes'] / gib:.1f} GiB" if memory["limit_bytes"] else ""
+    accelerator, compiler, power = found["accelerator"], found["compiler"], found["power"]
+    heat = ", ".join(f"{t['sensor']} {t['celsius']:.0f} °C" for t in found["temperatures"]) or "no sensor"
+    batteries = ", ".join(f"{b['name']} {b['percent']} % {b['status']}" for b in power["batteries"]) or "no battery"
+    profile = found["profile"]
+    key_values(
+        console,
+        [
+            ("system", " · ".join(str(v) for v in found["system"].values() if v)),
+            (
+                "memory",
+                f"{memory['physical_bytes'] / gib:.1f} GiB{limit}, {memory['available_bytes'] / gib:.1f} GiB free, "
+                f"budget {memory['budget_bytes'] / gib:.1f} GiB",
+            ),
+            ("processor", f"{cpu['name']} · {cpu['cores']} cores · {' '.join(cpu['simd']) or 'no vector extensions known'}"),
+            ("matrix products", f"{rates} GFLOPS on {gemm['threads']} threads"),
+            ("accelerator", f"{accelerator['kind']} {accelerator['name'] or ''}".strip()),
+            ("compiler", compiler["version"] if compiler else "none"),
+            ("temperature", heat),
+            ("power", batteries),
+            ("disk", f"{disk['free_bytes'] / gib:.1f} GiB free in {disk['folder']} ({disk['kind'] or 'kind unknown'})"),
+            ("versions", " · ".join(f"{k} {v or 'missing'}" for k, v in found["versions"].items())),
+            ("profile", f"{profile['name']}: {profile['reason']}"),
+        ],
+    )

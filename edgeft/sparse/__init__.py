@@ -1,0 +1,1 @@
+"""What is updated: schemes and the layers that carry them."""

@@ -1,0 +1,1 @@
+"""From rows to trained tensors: prepare, trunk, step, loop and checkpoints."""

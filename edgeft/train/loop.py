@@ -1,0 +1,302 @@
+"""The training loop: from the trunk's cache to the best checkpoint.
+
+The order of rows, the schedule and the optimiser depend on the recipe and the step alone, so a resumed run
+ends with the same bits as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from edgeft.config import TrainConfig
+from edgeft.data.tokens import Encoded
+from edgeft.data.tree import Forest, epoch_order
+from edgeft.errors import EdgeftError, StoppedError
+from edgeft.model.stack import Stack
+from edgeft.run import Run
+from edgeft.sparse.scheme import Scheme
+from edgeft.train import checkpoint, trunk
+from edgeft.train.progress import Progress
+
+
+@dataclass
+class Schedule:
+    """Steps and learning rates of a run."""
+
+    rows: int
+    train: TrainConfig
+
+    @property
+    def per_epoch(self) -> int:
+        return -(-self.rows // self.train.batch_rows)
+
+    @property
+    def steps(self) -> int:
+        steps = max(1, math.ceil(self.train.epochs * self.per_epoch))
+        return min(steps, self.train.steps) if self.train.steps else steps
+
+    def lr(self, step: int) -> float:
+        """Linear warm-up, then half a cosine down to final_lr × lr."""
+        peak, warm = self.train.lr, max(1, round(self.train.warmup * self.steps))
+        if step < warm:
+            return peak * (step + 1) / warm
+        share = (step - warm) / max(1, self.steps - warm)
+        low = self.train.final_lr
+        return peak * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+
+    def validate_after(self) -> set[int]:
+        """Counts of finished steps after which the held-out loss is taken; the end is one of them."""
+        times = self.train.validations
+        return {max(1, round(self.steps * (i + 1) / times)) for i in range(times)}
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask; the loop answers at the next safe place. A second Ctrl-C is not held back."""
+    asked = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: Any) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, note)
+    except ValueError:  # not the main thread: the caller stops us in its own way
+        pass
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Trainer:
+    """One run's training. `parameters` are the trained ones by name; everything else is frozen."""
+
+    def __init__(
+        self,
+        run: Run,
+        stack: Stack,
+        scheme: Scheme,
+        parameters: dict[str, nn.Parameter],
+        train: list[Encoded],
+        heldout: list[Encoded],
+        progress: Progress,
+    ) -> None:
+        self.run, self.stack, self.scheme, self.parameters = run, stack, scheme, parameters
+        self.progress = progress
+        how = run.recipe.how
+        if how.threads:
+            torch.set_num_threads(how.threads)
+        stack.recompute = how.recompute
+        self.forest = Forest(train + heldout, share=how.tree)
+        self.rows = list(range(len(train)))
+        self.heldout = list(range(len(train), len(train) + len(heldout)))
+        self.schedule = Schedule(len(train), run.recipe.train)
+        t = run.recipe.train
+        self.optimizer = torch.optim.AdamW(
+            parameters.values(), lr=t.lr, betas=(t.beta1, t.beta2), weight_decay=t.weight_decay, fused=True
+        )
+        self.step = 0
+        self.best_loss = math.inf
+        self.best_step = 0
+        self.base_loss = math.nan
+        self.trained_s = 0.0  # seconds of training in all processes of this run
+        self.process = psutil.Process()
+
+    # ------------------------------------------------ one step
+
+    def step_rows(self, step: int) -> list[int]:
+        epoch, place = divmod(step, self.schedule.per_epoch)
+        if getattr(self, "_epoch", None) != epoch:
+            grouped = self.run.recipe.train.order == "grouped"
+            self._order = epoch_order(self.forest, self.rows, self.run.recipe.train.seed, epoch, grouped)
+            self._epoch = epoch
+        size = self.run.recipe.train.batch_rows
+        return self._order[place * size : (place + 1) * size]
+
+    def backward(self, rows: list[int], stopping: Callable[[], bool]) -> tuple[float, int] | None:
+        """Gradients of the mean loss over all targets of these rows, whatever the micro-batches; (loss, tokens)."""
+        targets = self.forest.trained(rows)
+        loss, tokens = 0.0, 0
+        for part in self.forest.micro_batches(rows, self.run.recipe.how.micro_batch_tokens):
+            if stopping():
+                return None
+            nodes, batch = self.forest.batch(part)
+            hidden = self.trunk.hidden(nodes, batch)
+            piece = self.stack.head.loss(self.stack.top(hidden, batch, self.scheme.cut), batch.targets) / targets
+            piece.backward()  # type: ignore[no-untyped-call]
+            loss += float(piece.detach())
+            tokens += len(nodes)
+        return loss, tokens
+
+    def heldout_loss(self) -> float:
+        """Mean nats per target over the held-out rows."""
+        if not self.heldout:
+            return math.nan
+        total = 0.0
+        with torch.no_grad():
+            for part in self.forest.micro_batches(self.heldout, self.run.recipe.how.micro_batch_tokens):
+                nodes, batch = self.forest.batch(part)
+                states = self.stack.top(self.trunk.hidden(nodes, batch), batch, self.scheme.cut)
+                total += float(self.stack.head.loss(states, batch.targets))
+        return total / self.forest.trained(self.heldout)
+
+    # ------------------------------------------------ the loop
+
+    def fit(self, model_id: str) -> None:
+        with stop_requests() as stopping:
+            found = trunk.prepare(self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, stopping)
+            if found is None:
+                raise self._stopped()
+            self.trunk = found
+            self._restore()
+            self._fit(stopping)
+
+    def _fit(self, stopping: Callable[[], bool]) -> None:
+        t, schedule = self.run.recipe.train, self.schedule
+        validate_after = schedule.validate_after()
+        self.progress.stage("train", schedule.steps)
+        self.progress.advance(self.step)
+        if self.step == 0:
+            self.base_loss = self.heldout_loss()
+            self.run.log(event="validation", step=0, heldout_loss=self.base_loss)
+            self.progress.line(f"held-out loss before training: {self.base_loss:.4f}")
+        saved_at = time.monotonic()
+        while self.step < schedule.steps:
+            begin = time.monotonic()
+            self.optimizer.zero_grad(set_to_none=True)
+            result = self.backward(self.step_rows(self.step), stopping)
+            if result is None:
+                self.save()
+                raise self._stopped()
+            loss, tokens = result
+            if not math.isfinite(loss):
+                raise EdgeftError(
+                    f"the loss is {loss} at step {self.step + 1}",
+                    f"lower the learning rate, for example --set train.lr={t.lr / 4:g}",
+                )
+            norm = nn.utils.clip_grad_norm_(self.parameters.values(), t.clip or math.inf)
+            lr = schedule.lr(self.step)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.step += 1
+            seconds = time.monotonic() - begin
+            self.trained_s += seconds
+            rss = self.process.memory_info().rss
+            self.run.log(
+                event="step", step=self.step, loss=loss, lr=lr, grad_norm=float(norm),
+                tokens=tokens, seconds=round(seconds, 4), rss_bytes=rss,
+            )  # fmt: skip
+            note = f"loss {loss:.3f} · {tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"
+            self.progress.advance(1, note)
+            if self.step in validate_after:
+                self._validate()
+            if time.monotonic() - saved_at >= self.run.recipe.how.checkpoint_s and self.step < schedule.steps:
+                self.save()
+                saved_at = time.monotonic()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.save()
+        self.progress.end()
+        self.run.write_json(
+            self.run.done,
+            {
+                "steps": self.step,
+                "base_loss": self.base_loss,
+                "best_loss": self.best_loss,
+                "best_step": self.best_step,
+                "train_seconds": round(self.trained_s, 2),
+                "trained_parameters": sum(p.numel() for p in self.parameters.values()),
+                "peak_bytes": peak_bytes(),
+            },
+        )
+
+    def _validate(self) -> None:
+        loss = self.heldout_loss()
+        better = loss < self.best_loss or not self.heldout
+        self.run.log(event="validation", step=self.step, heldout_loss=loss, best=better)
+        self.progress.line(f"step {self.step}: held-out loss {loss:.4f}{' (best so far)' if better else ''}")
+        if better:
+            self.best_loss, self.best_step = loss, self.step
+            checkpoint.write(self.run.best, self.parameters, {"step": self.step, "heldout_loss": loss})
+
+    # ------------------------------------------------ stopping and going on
+
+    def save(self) -> None:
+        tensors: dict[str, torch.Tensor] = dict(self.parameters)
+        for name, parameter in self.parameters.items():
+            for part, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"adamw.{part}.{name}"] = value
+        state = {
+            "step": self.step,
+            "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
+            "best_step": self.best_step,
+            "base_loss": self.base_loss,
+            "trained_s": self.trained_s,
+        }
+        checkpoint.write(checkpoint.name(self.run.checkpoints, self.step), tensors, state)
+        checkpoint.rotate(self.run.checkpoints, self.run.recipe.how.keep_checkpoints)
+
+    def _restore(self) -> None:
+        found = checkpoint.newest(self.run.checkpoints)
+        if found is None:
+            return
+        tensors, state = found
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors[name])
+                parts = {part: tensors.get(f"adamw.{part}.{name}") for part in ("step", "exp_avg", "exp_avg_sq")}
+                if all(value is not None for value in parts.values()):
+                    self.optimizer.state[parameter] = parts
+        self.step = int(state["step"])
+        self.best_loss = math.inf if state["best_loss"] is None else float(state["best_loss"])
+        self.best_step = int(state["best_step"])
+        self.base_loss = float(state["base_loss"])
+        self.trained_s = float(state["trained_s"])
+        self.run.log(event="resume", step=self.step)
+        self.progress.line(f"going on after step {self.step}")
+
+    def _stopped(self) -> StoppedError:
+        return StoppedError(
+            f"stopped at step {self.step} of {self.schedule.steps}; everything so far is saved",
+            f"go on with `edgeft finetune --resume --out {self.run.path}`",
+        )
+
+
+def load_trained(parameters: dict[str, nn.Parameter], run: Run) -> dict[str, Any]:
+    """The best checkpoint's tensors into a stack that has the scheme applied."""
+    tensors, state = checkpoint.read(run.best)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+    return state
+
+
+def peak_bytes() -> int:
+    """Highest resident memory of this process so far."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("VmHWM"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource
+
+    scale = 1 if os.uname().sysname == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

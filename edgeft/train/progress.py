@@ -1,0 +1,19 @@
+"""How stages tell what they do; the command line draws it, tests and scripts may leave it silent."""
+
+from __future__ import annotations
+
+
+class Progress:
+    """Says nothing. The command line has one that draws."""
+
+    def stage(self, name: str, total: float) -> None:
+        """A stage begins; `total` is what `advance` will add up to."""
+
+    def advance(self, amount: float, note: str = "") -> None:
+        """A part of the stage is done."""
+
+    def line(self, text: str) -> None:
+        """Something worth keeping on the screen."""
+
+    def end(self) -> None:
+        """The stage is over."""

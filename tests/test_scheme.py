@@ -1,0 +1,101 @@
+"""Which blocks a recipe means, what is trained then, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from edgeft.config import UpdateConfig
+from edgeft.errors import ConfigError
+from edgeft.model.stack import load
+from edgeft.sparse import scheme
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        (2, (8, 9)),
+        ("last 3", (7, 8, 9)),
+        ("all", tuple(range(10))),
+        ("3-5", (3, 4, 5)),
+        ("37%-67%", (4, 5, 6)),
+        ("0%-100%", tuple(range(10))),
+        ("50%-51%", (5,)),
+        ([1, 4], (1, 4)),
+        (["1-2", 9], (1, 2, 9)),
+        (["last 2", 0], (0, 8, 9)),
+    ],
+)
+def test_blocks(spec: Any, wanted: tuple[int, ...]) -> None:
+    assert scheme.parse_blocks(spec, 10) == wanted
+
+
+@pytest.mark.parametrize(
+    "spec", [0, 11, "5-3", "3-10", "70%-30%", "50%-130%", [], [10], "middle", None, True, {"a": 1}, float("nan"), "-3", 2.5]
+)
+def test_blocks_that_cannot_be(spec: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        scheme.parse_blocks(spec, 10)
+    assert caught.value.hint == scheme.BLOCKS_HINT
+
+
+def test_biases_only_where_llama_cpp_reads_them() -> None:
+    both = UpdateConfig(biases=True)
+    assert scheme.make(both, 4, "llama").biases == ("q", "k", "v", "o", "gate", "up", "down")
+    assert scheme.make(both, 4, "qwen2").biases == ("q", "k", "v")
+    with pytest.raises(ConfigError, match="no biases"):
+        scheme.make(both, 4, "qwen3")
+
+
+def test_a_recipe_that_updates_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="updates nothing"):
+        scheme.make(UpdateConfig(weights=False), 4, "llama")
+    with pytest.raises(ConfigError, match="updates nothing"):
+        scheme.make(UpdateConfig(tensors=[]), 4, "llama")
+
+
+@pytest.mark.parametrize(
+    ("update", "names", "numbers"),
+    [
+        (UpdateConfig(blocks="3-3", tensors=["q"]), {"layers.3.self_attn.q_proj.weight"}, 576 * 576),
+        (
+            UpdateConfig(blocks="3-3", tensors=["k", "down"], weights=False, biases=True, norms=True),
+            {
+                "layers.3.self_attn.k_proj.bias",
+                "layers.3.mlp.down_proj.bias",
+                "layers.3.input_layernorm.weight",
+                "layers.3.post_attention_layernorm.weight",
+            },
+            192 + 576 + 2 * 576,
+        ),
+        (
+            UpdateConfig(method="lora", blocks=[29], tensors=["v"], rank=4),
+            {f"layers.29.self_attn.v_proj.lora_{m}.default.weight" for m in "AB"},
+            4 * (576 + 192),
+        ),
+    ],
+)
+def test_only_the_scheme_is_trained(model: Path, update: UpdateConfig, names: set[str], numbers: int) -> None:
+    stack = load(model)
+    parameters = scheme.apply(stack, scheme.make(update, stack.depth, stack.arch), seed=0)
+    assert set(parameters) == names
+    assert sum(p.numel() for p in parameters.values()) == numbers
+    assert all(p.dtype == torch.float32 for p in parameters.values())
+
+
+def test_lora_starts_where_the_base_is_and_merges(model: Path) -> None:
+    stack = load(model)
+    chosen = scheme.make(UpdateConfig(method="lora", blocks="5-5", tensors=["up"], rank=4, alpha=8.0), stack.depth, "llama")
+    base = stack.dense_weight(5, "up")
+    parameters = scheme.apply(stack, chosen, seed=0)
+    ((name, start),) = scheme.updated(stack, chosen)
+    assert name == "layers.5.mlp.up_proj.weight"
+    assert torch.equal(start, base)
+    down, up = parameters["layers.5.mlp.up_proj.lora_A.default.weight"], parameters["layers.5.mlp.up_proj.lora_B.default.weight"]
+    with torch.no_grad():
+        up.normal_()
+    ((_, merged),) = scheme.updated(stack, chosen)
+    torch.testing.assert_close(merged, base + 2.0 * up.detach() @ down.detach())

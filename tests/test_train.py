@@ -1,0 +1,165 @@
+"""Training for real: it learns, it can be killed at any time, and what comes out does not depend on how it got there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from edgeft import config, pipeline
+from edgeft.config import TrainConfig
+from edgeft.errors import RunError
+from edgeft.run import Run
+from edgeft.train import checkpoint
+from edgeft.train.loop import Schedule
+from edgeft.train.progress import Progress
+from tests.conftest import Edgeft, small_rows
+
+# few and small tensors above a high cut: a step takes a fraction of a second
+QUICK = ["update.blocks=27-28", "update.tensors=v,o", "train.batch_rows=2", "train.lr=1e-3", "how.threads=1"]
+
+
+def start(folder: Path, data: Path, *sets: str, resume: bool = False) -> Run:
+    recipe = config.load_recipe("sparse-bp")
+    recipe.data.path = str(data)
+    return Run.start(folder, config.apply_sets(recipe, [*QUICK, *sets]), resume)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_rows(tmp_path_factory.mktemp("rows"))
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return checkpoint.read(run.best)[0]
+
+
+def test_schedule() -> None:
+    schedule = Schedule(10, TrainConfig(epochs=2.0, batch_rows=4, lr=1.0, warmup=0.34, final_lr=0.1))
+    assert (schedule.per_epoch, schedule.steps) == (3, 6)
+    rates = [schedule.lr(step) for step in range(6)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates == [*rates[:2], *sorted(rates[2:], reverse=True)]
+    assert schedule.lr(6) == pytest.approx(0.1)
+    assert max(schedule.validate_after()) == 6
+    assert Schedule(10, TrainConfig(epochs=5.0, batch_rows=4, steps=2)).steps == 2
+
+
+def test_it_learns_and_the_loss_is_written_down(data: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", data, "train.epochs=3")
+    pipeline.train(run, Progress())
+    done = run.read_json(run.done)
+    assert done is not None
+    assert done["steps"] == 18
+    losses = [e["loss"] for e in run.events() if e["event"] == "step"]
+    assert len(losses) == 18
+    assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
+    assert done["best_loss"] == min(e["heldout_loss"] for e in run.events() if e["event"] == "validation" and e["step"])
+    assert (run.path.stat().st_mode & 0o777) == 0o700
+
+
+def test_how_does_not_change_what_is_learned(data: Path, tmp_path: Path) -> None:
+    """Micro-batches, recomputation, trees and the trunk cache give the same weights (up to rounding)."""
+    ways = {
+        "plain": ["how.micro_batch_tokens=4096", "how.trunk_dtype=fp32"],
+        "small": ["how.micro_batch_tokens=64", "how.trunk_dtype=fp32"],
+        "recompute": ["how.recompute=true", "how.trunk_dtype=fp32"],
+        "rows": ["how.tree=false", "how.trunk_dtype=fp32"],
+        "rerun": ["how.trunk=rerun"],
+    }
+    found = {}
+    for name, sets in ways.items():
+        run = start(tmp_path / name, data, "train.steps=3", *sets)
+        pipeline.train(run, Progress())
+        found[name] = run.read_json(run.done)
+    for name in ways:
+        assert found[name] is not None
+        assert found[name]["best_loss"] == pytest.approx(found["plain"]["best_loss"], rel=2e-4), name  # type: ignore[index]
+
+
+def test_a_run_folder_is_for_one_run(data: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", data)
+    with pytest.raises(RunError, match="in use"):
+        start(tmp_path / "run", data, resume=True)
+    assert run._lock is not None
+    run._lock.close()
+    with pytest.raises(RunError, match="holds a run already"):
+        start(tmp_path / "run", data)
+    with pytest.raises(RunError, match=r"another recipe: train\.epochs"):
+        start(tmp_path / "run", data, "train.epochs=7", resume=True)
+    with pytest.raises(RunError, match="no run in"):
+        start(tmp_path / "none", data, resume=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    with pytest.raises(RunError, match="no run folder"):
+        start(tmp_path / "full", data)
+
+
+def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.write(checkpoint.name(tmp_path, step), {"a": torch.full((3,), float(step))}, {"step": step})
+    newest = checkpoint.name(tmp_path, 2)
+    newest.write_bytes(newest.read_bytes()[:-5])
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found[1]["step"] == 1
+
+
+def command(folder: Path, data: Path, *more: str) -> list[str]:
+    sets = [part for s in [*QUICK, "train.epochs=3", "how.checkpoint_s=0"] for part in ("--set", s)]
+    return [sys.executable, "-m", "edgeft", "finetune", "--data", str(data), "--out", str(folder), *sets, *more]
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+        if any(json.loads(line).get("event") == "step" and json.loads(line)["step"] >= step for line in lines if line.endswith("}")):
+            return
+        assert process.poll() is None, "it ended before it could be stopped"
+        time.sleep(0.02)
+    raise AssertionError("it did not get there")
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_the_same_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    subprocess.run(command(whole, data, "--until", "export"), check=True, capture_output=True)
+    broken = tmp_path / "broken"
+    for step in (3, 11):  # killed twice, at different places
+        more = ["--resume"] if (broken / "recipe.yaml").exists() else []
+        process = subprocess.Popen(command(broken, data, *more), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for_step(broken, step, process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run([*command(broken, data, "--resume"), "--until", "export"], check=True, capture_output=True)
+    assert (broken / "best.safetensors").read_bytes() == (whole / "best.safetensors").read_bytes()
+    assert (broken / "model.gguf").read_bytes() == (whole / "model.gguf").read_bytes()
+    last = checkpoint.read(checkpoint.name(broken / "checkpoints", 18))[0]
+    for name, tensor in checkpoint.read(checkpoint.name(whole / "checkpoints", 18))[0].items():
+        assert torch.equal(tensor, last[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_and_says_how_to_go_on(
+    data: Path, tmp_path: Path, edgeft: Edgeft, number: signal.Signals
+) -> None:
+    folder = tmp_path / "run"
+    process = subprocess.Popen(command(folder, data), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for_step(folder, 2, process)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert f"edgeft finetune --resume --out {folder}" in stderr.decode()
+    assert b"Traceback" not in stderr
+    again = edgeft("finetune", "--resume", "--out", folder, "--until", "train", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["steps"] == 18
