@@ -88,8 +88,12 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @command()
 def finetune(
-    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Shipped recipe or YAML file. [default: sparse-bp]")] = None,
-    device: Annotated[str | None, typer.Option(help="Device profile or YAML file. [default: auto, this machine]")] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", "-r", help="Shipped recipe or YAML file. [default: sparse-bp]")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device profile or YAML file. [default: auto, this machine]")
+    ] = None,
     model: ModelOption = None,
     data: DataOption = None,
     out_folder: Annotated[Path, typer.Option("--out", "-o", help="Run folder. [default: runs/<recipe>]")] = Path(""),
@@ -116,11 +120,18 @@ def finetune(
     elif result.get("eval"):
         _print_scores(result["eval"])
     if not as_json and "export" in result:
-        out.print(f"\ntalk to it:  edgeft chat {folder}\nor:          llama-cli -m {result['export']['path']}", soft_wrap=True)
+        out.print(
+            f"\ntalk to it:  edgeft chat {folder}\nor:          llama-cli -m {result['export']['path']}", soft_wrap=True
+        )
 
 
 def _resolve(
-    recipe: str | None, device: str | None, model: str | None, data: str | None, sets: list[str] | None, resume: Path | None
+    recipe: str | None,
+    device: str | None,
+    model: str | None,
+    data: str | None,
+    sets: list[str] | None,
+    resume: Path | None,
 ) -> config.Recipe:
     """Recipe, then the device's how, then the options; a resumed run starts from what it was made with."""
     if resume is not None and (resume / "recipe.yaml").is_file():
@@ -141,9 +152,9 @@ def _resolve(
     if data is not None:
         chosen.data.path = data
     chosen = config.apply_sets(chosen, sets or [])
-    for part in (chosen.model, chosen.data):  # a run can be resumed from another folder
-        if part.path and Path(part.path).exists():
-            part.path = str(Path(part.path).resolve())
+    for source in (chosen.model, chosen.data):  # a run can be resumed from another folder
+        if source.path and Path(source.path).exists():
+            source.path = str(Path(source.path).resolve())
     if chosen.data.heldout and Path(chosen.data.heldout).exists():
         chosen.data.heldout = str(Path(chosen.data.heldout).resolve())
     return chosen
@@ -156,7 +167,9 @@ def _resolve(
 def evaluate(
     target: Annotated[str, typer.Argument(help="Run folder, GGUF file or Hugging Face folder.")],
     data: DataOption = None,
-    base: Annotated[str | None, typer.Option(help="What to compare with. [default: the model it was tuned from]")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="What to compare with. [default: the model it was tuned from]")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Score at most so many rows.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -182,7 +195,9 @@ def _print_scores(result: dict[str, Any]) -> None:
         scores = result.get(who)
         if scores is None:
             continue
-        cells = ["–" if scores.get(k) is None else f"{scores[k]:.4f}" if k == "loss" else f"{scores[k]:.1f} %" for k in names]
+        cells = [
+            "–" if scores.get(k) is None else f"{scores[k]:.4f}" if k == "loss" else f"{scores[k]:.1f} %" for k in names
+        ]
         table.add_row(who, *cells)
     out.print()
     out.print(table)
@@ -201,7 +216,9 @@ def _print_scores(result: dict[str, Any]) -> None:
 def export(
     target: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     format: Annotated[str, typer.Option(help="gguf, hf or peft.")] = "gguf",
-    type: Annotated[str | None, typer.Option(help="Type of updated tensors: auto, keep, f16, q8_0, q4_0 … [default: the recipe's]")] = None,
+    type: Annotated[
+        str | None, typer.Option(help="Type of updated tensors: auto, keep, f16, q8_0, q4_0 … [default: the recipe's]")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File, or folder for hf and peft.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -252,6 +269,8 @@ def _answer(talk: Any, question: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    for notice in talk.notices:
+        err.print(f"[dim]{_plain(notice)}[/]")
 
 
 # ---------------------------------------------------------------- looking around
@@ -315,7 +334,11 @@ def devices() -> None:
     for name in [*config.names("device"), "auto"]:
         found = config.load_device(name)
         table.add_row(
-            name, found.about, f"{found.ram_bytes / 2**30:.1f} GiB", f"{found.budget_bytes / 2**30:.1f} GiB", str(found.cores)
+            name,
+            found.about,
+            f"{found.ram_bytes / 2**30:.1f} GiB",
+            f"{found.budget_bytes / 2**30:.1f} GiB",
+            str(found.cores),
         )
     out.print(table)
 
@@ -327,7 +350,7 @@ def runs(
     """The runs in a folder."""
     from edgeft.run import runs as find
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for run in find(folder):
         done, scores = run.read_json(run.done) or {}, run.read_json(run.evaluation) or {}
         rows.append(

@@ -150,7 +150,9 @@ def trained_stack(run: Run) -> tuple[Stack, Scheme, dict[str, Any]]:
     from edgeft.train.loop import load_trained
 
     if not run.best.is_file():
-        raise RunError(f"{run.path} has no trained weights yet", f"go on with `edgeft finetune --resume --out {run.path}`")
+        raise RunError(
+            f"{run.path} has no trained weights yet", f"go on with `edgeft finetune --resume --out {run.path}`"
+        )
     stack, scheme, parameters = build(run.recipe)
     load_trained(parameters, run)
     return stack, scheme, parameters
@@ -205,6 +207,7 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -
             out,
             type_name,
             recipe=run.recipe.name,
+            base_name=Path(source).name,
             template=None if tokenizer.has_template else tokenizer.template,
             check=lambda path: verify(
                 path, stack, checked, tokenizer, run.recipe.data.system, type_name, use_threads(run.recipe.how.threads)
@@ -248,7 +251,9 @@ def score_file(path: str, rows: list[Encoded], max_new: int, progress: Progress,
     return found
 
 
-def score_stack(stack: Stack, tokenizer: Tokenizer, rows: list[Encoded], max_new: int, progress: Progress, name: str) -> Scores:
+def score_stack(
+    stack: Stack, tokenizer: Tokenizer, rows: list[Encoded], max_new: int, progress: Progress, name: str
+) -> Scores:
     """The trainer's own model."""
     from edgeft.evaluate.score import score
     from edgeft.evaluate.trainer import StackScorer
@@ -270,7 +275,9 @@ def evaluate_run(run: Run, rows: list[Encoded], progress: Progress, base: str | 
     tuned_stack, _, _ = trained_stack(run)
     tuned = score_stack(tuned_stack, tokenizer, rows, max_new, progress, "tuned model")
     del tuned_stack
-    before = score_stack(load(base or source, run.recipe.model.frozen), tokenizer, rows, max_new, progress, "base model")
+    before = score_stack(
+        load(base or source, run.recipe.model.frozen), tokenizer, rows, max_new, progress, "base model"
+    )
     return compare(before, tuned)
 
 
@@ -284,9 +291,7 @@ def evaluate_files(base: str, tuned: str, rows: list[Encoded], max_new: int, pro
     )
 
 
-def evaluate(
-    target: str, data: str | None, base: str | None, limit: int | None, progress: Progress
-) -> dict[str, Any]:
+def evaluate(target: str, data: str | None, base: str | None, limit: int | None, progress: Progress) -> dict[str, Any]:
     """`edgeft eval`: a run or a Hugging Face folder in the trainer, a GGUF file in llama.cpp; beside its base."""
     from edgeft.evaluate.score import compare
     from edgeft.model.stack import load

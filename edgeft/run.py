@@ -24,16 +24,10 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hints = {
-            errno.ENOSPC: "free some space and go on with --resume",
-            errno.EDQUOT: "free some space and go on with --resume",
-            errno.EACCES: "choose a folder that you may write to with --out",
-            errno.EPERM: "choose a folder that you may write to with --out",
-            errno.EROFS: "the disk is read-only; choose another folder with --out",
-            errno.EFBIG: "the file system or a limit does not allow a file of this size",
-        }
-        reason = error.strerror or str(error)
-        raise RunError(f"cannot write {path}: {reason}", hints.get(error.errno or 0, "")) from None
+        hint = "choose another place with -o"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            hint = f"free some space (an interrupted run goes on with --resume), or {hint}"
+        raise RunError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", hint) from None
 
 
 @contextlib.contextmanager

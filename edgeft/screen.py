@@ -93,14 +93,25 @@ def print_data(console: Console, found: dict[str, Any]) -> None:
             ("format", found["format"]),
             ("files", ", ".join(found["files"])),
             ("rows", f"{found['rows']['train']} to train on, {found['rows']['heldout']} held out ({found['split']})"),
-            ("usable", f"{found['usable']['train']} and {found['usable']['heldout']} within {found['max_tokens']} tokens"),
-            ("cut", f"{found['cut']['rows']} rows lose {found['cut']['tokens']} tokens of their context or oldest turns"),
-            ("shared prefixes", f"{shared['row_tokens']} row tokens are {shared['tree_tokens']} computed ({shared['times']} ×)"),
+            (
+                "usable",
+                f"{found['usable']['train']} and {found['usable']['heldout']} within {found['max_tokens']} tokens",
+            ),
+            (
+                "cut",
+                f"{found['cut']['rows']} rows lose {found['cut']['tokens']} tokens of their context or oldest turns",
+            ),
+            (
+                "shared prefixes",
+                f"{shared['row_tokens']} row tokens are {shared['tree_tokens']} computed ({shared['times']} ×)",
+            ),
         ],
     )
     for kind in ("dropped", "skipped"):
         for item in found[kind]:
-            console.print(f"{kind}: {item['rows']} × {item['reason']} (first: {item['first']})", markup=False, soft_wrap=True)
+            console.print(
+                f"{kind}: {item['rows']} × {item['reason']} (first: {item['first']})", markup=False, soft_wrap=True
+            )
     tokens = found["tokens"]
     console.print("\ntokens per row", style="bold")
     highest = max([bin["rows"] for bin in tokens["histogram"]] or [1]) or 1
@@ -132,7 +143,10 @@ def print_doctor(console: Console, found: dict[str, Any]) -> None:
                 f"{memory['physical_bytes'] / gib:.1f} GiB{limit}, {memory['available_bytes'] / gib:.1f} GiB free, "
                 f"budget {memory['budget_bytes'] / gib:.1f} GiB",
             ),
-            ("processor", f"{cpu['name']} · {cpu['cores']} cores · {' '.join(cpu['simd']) or 'no vector extensions known'}"),
+            (
+                "processor",
+                f"{cpu['name']} · {cpu['cores']} cores · {' '.join(cpu['simd']) or 'no vector extensions known'}",
+            ),
             ("matrix products", f"{rates} GFLOPS on {gemm['threads']} threads"),
             ("accelerator", f"{accelerator['kind']} {accelerator['name'] or ''}".strip()),
             ("compiler", compiler["version"] if compiler else "none"),

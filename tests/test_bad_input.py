@@ -39,11 +39,20 @@ CASES: list[Case] = [
     ("data not UTF-8", lambda t, m: ["--data", rows(t / "l.jsonl", b'{"question": "\xff\xfe"}\n')], 4, "UTF-8"),
     ("broken JSON", lambda t, m: ["--data", rows(t / "b.jsonl", ROW * 2 + '{"question": \n')], 4, "b.jsonl, line 3"),
     ("no usable column", lambda t, m: ["--data", rows(t / "c.jsonl", '{"colour": "red"}\n' * 3)], 4, "colour"),
-    ("answers empty", lambda t, m: ["--data", rows(t / "a.jsonl", '{"question": "Why?", "answer": ""}\n' * 3)], 4, "answer"),
+    (
+        "answers empty",
+        lambda t, m: ["--data", rows(t / "a.jsonl", '{"question": "Why?", "answer": ""}\n' * 3)],
+        4,
+        "answer",
+    ),
     (
         "all rows too long",
-        lambda t, m: ["--data", rows(t / "w.jsonl", "".join(ROW.replace("tall", f"tall {i}") for i in range(30)))]
-        + ["--set", "data.max_tokens=16"],
+        lambda t, m: [
+            "--data",
+            rows(t / "w.jsonl", "".join(ROW.replace("tall", f"tall {i}") for i in range(30))),
+            "--set",
+            "data.max_tokens=16",
+        ],
         4,
         "max_tokens",
     ),
@@ -51,7 +60,12 @@ CASES: list[Case] = [
     ("model missing", lambda t, m: ["--model", str(t / "none.gguf")], 5, "none.gguf"),
     ("model cut short", lambda t, m: ["--model", rows(t / "cut.gguf", m.read_bytes()[:3_000_000])], 5, "cut.gguf"),
     ("model is no GGUF", lambda t, m: ["--model", rows(t / "x.gguf", b"PK\x03\x04" + bytes(100))], 5, "not a GGUF"),
-    ("model of another kind", lambda t, m: ["--model", rows(t / "g.gguf", other_architecture(m))], 5, "llama, qwen2, qwen3"),
+    (
+        "model of another kind",
+        lambda t, m: ["--model", rows(t / "g.gguf", other_architecture(m))],
+        5,
+        "llama, qwen2, qwen3",
+    ),
     ("model folder without weights", lambda t, m: ["--model", str(empty(t / "hf")), "--until", "train"], 5, "hf"),
     ("nf4 for a packed file", lambda t, m: ["--set", "model.frozen=nf4", "--until", "train"], 5, "packed already"),
     ("folder in the way", lambda t, m: ["--out", str(taken(t / "taken"))], 6, "no run folder"),
@@ -98,7 +112,11 @@ def test_one_line_a_hint_and_a_code(
 
 
 def test_a_typo_leaves_no_folder_behind(tmp_path: Path) -> None:
-    for options in (["--data", str(tmp_path / "none.jsonl")], ["--model", str(tmp_path / "none.gguf")], ["--recipe", "x"]):
+    for options in (
+        ["--data", str(tmp_path / "none.jsonl")],
+        ["--model", str(tmp_path / "none.gguf")],
+        ["--recipe", "x"],
+    ):
         runner.invoke(app, ["finetune", "--out", str(tmp_path / "run"), *options])
         assert not (tmp_path / "run").exists(), options
 
@@ -125,7 +143,9 @@ def test_other_commands(args: list[str], code: int, says: str, tmp_path: Path, m
 def test_a_run_without_training_has_nothing_to_export(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     data = small_rows(tmp_path / "rows")
-    assert runner.invoke(app, ["finetune", "--data", str(data), "--out", str(folder), "--until", "prepare"]).exit_code == 0
+    assert (
+        runner.invoke(app, ["finetune", "--data", str(data), "--out", str(folder), "--until", "prepare"]).exit_code == 0
+    )
     for args in (["export", str(folder)], ["chat", str(folder)], ["eval", str(folder)]):
         result = runner.invoke(app, args)
         assert result.exit_code == 6, result.output
@@ -150,7 +170,18 @@ def test_a_full_disk_is_said_and_can_be_resumed(tmp_path: Path, edgeft: Edgeft) 
 
     data = small_rows(tmp_path / "rows")
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "edgeft", "finetune", "--data", str(data), "--out", str(folder), "--until", "train"]
+    command = [
+        sys.executable,
+        "-m",
+        "edgeft",
+        "finetune",
+        "--data",
+        str(data),
+        "--out",
+        str(folder),
+        "--until",
+        "train",
+    ]
     command += [part for s in ("update.blocks=28-29", "train.steps=2") for part in ("--set", s)]
 
     def limit() -> None:

@@ -23,7 +23,8 @@ MACHINE = "ram_bytes: 1000\nbudget_bytes: 500\n"
 def refused(error: pytest.ExceptionInfo[ConfigError], *words: str) -> None:
     """One line each, and all the words are said."""
     assert error.value.exit_code == 2
-    assert "\n" not in error.value.message and "\n" not in error.value.hint
+    assert "\n" not in error.value.message
+    assert "\n" not in error.value.hint
     said = f"{error.value.message} | {error.value.hint}"
     for word in words:
         assert word in said
@@ -258,7 +259,8 @@ def test_shipped_names() -> None:
 def test_shipped_recipe(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.name == name
-    assert recipe.about and "\n" not in recipe.about
+    assert recipe.about
+    assert "\n" not in recipe.about
     assert recipe.update.weights or recipe.update.biases or recipe.update.norms
     assert 0 < recipe.train.lr < 0.01
     assert recipe.how == HowConfig()  # how is the device's business
@@ -268,7 +270,8 @@ def test_shipped_recipe(name: str) -> None:
 def test_shipped_device(name: str) -> None:
     device = load_device(name)
     assert device.name == name
-    assert device.about and "\n" not in device.about
+    assert device.about
+    assert "\n" not in device.about
     assert 0.6 * device.ram_bytes < device.budget_bytes < device.ram_bytes - 2**30
     assert device.gemm_gflops > 0
     assert {"threads", "micro_batch_tokens", "recompute"} <= set(device.how)
@@ -278,7 +281,8 @@ def test_shipped_device(name: str) -> None:
 def test_lora_and_qlora_learn_the_same() -> None:
     lora, qlora = load_recipe("lora"), load_recipe("qlora")
     assert (lora.update, lora.train, lora.data) == (qlora.update, qlora.train, qlora.data)
-    assert lora.model.frozen == "dense" and qlora.model.frozen == "auto"
+    assert lora.model.frozen == "dense"
+    assert qlora.model.frozen == "auto"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -358,9 +358,11 @@ def test_profile(tmp_path: Path, model: str | None, ram_gib: float, name: str) -
         tree(root, {"proc/device-tree/model": model})
     picked = doctor.pick_profile(root)
     assert picked["name"] == name
-    assert picked["reason"] and "\0" not in picked["reason"]
+    assert picked["reason"]
+    assert "\0" not in picked["reason"]
     if model and any(known in model for known in ("Pi 5", "Pi 4", "Orin Nano")):
-        assert model.rstrip("\0") in picked["reason"] and f"{ram_gib:.1f} GiB" in picked["reason"]
+        assert model.rstrip("\0") in picked["reason"]
+        assert f"{ram_gib:.1f} GiB" in picked["reason"]
 
 
 def test_profile_in_a_small_container_is_auto(tmp_path: Path) -> None:
@@ -390,7 +392,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_rates_are_measured_once(cache: Path) -> None:
     assert device.this_machine().gemm_gflops == 0.0  # not known yet, and not guessed
     rates = doctor.gemm_rates()
-    assert rates["fp32"] > 0.1 and set(rates) <= {"fp32", "bf16", "fp16", "int8"}
+    assert rates["fp32"] > 0.1
+    assert set(rates) <= {"fp32", "bf16", "fp16", "int8"}
     key = device.gemm_key(device.cpu_name(), device.cores())
     assert json.loads(cache.read_text()) == {key: rates}
     assert [p.name for p in cache.parent.iterdir()] == ["gemm.json"]
@@ -450,11 +453,14 @@ def test_measuring_leaves_threads_and_seeds_alone(cache: Path) -> None:
 def test_examine_this_machine(cache: Path, tmp_path: Path) -> None:
     report = doctor.examine(folder=tmp_path)
     assert json.loads(json.dumps(report)) == report  # plain values only
-    assert report["gemm"]["gflops"]["fp32"] > 0 and report["gemm"]["fastest"] in ("fp32", "bf16", "fp16")
+    assert report["gemm"]["gflops"]["fp32"] > 0
+    assert report["gemm"]["fastest"] in ("fp32", "bf16", "fp16")
     assert report["gemm"]["error"] is None
     assert report["memory"]["ram_bytes"] == load_device("auto").ram_bytes
-    assert report["disk"]["folder"] == str(tmp_path.resolve()) and report["disk"]["free_bytes"] > 0
-    assert report["versions"]["torch"] and report["versions"]["python"].startswith("3.")
+    assert report["disk"]["folder"] == str(tmp_path.resolve())
+    assert report["disk"]["free_bytes"] > 0
+    assert report["versions"]["torch"]
+    assert report["versions"]["python"].startswith("3.")
     assert report["accelerator"]["kind"] in ("none", "cuda", "mps")
     assert load_device(report["profile"]["name"]).budget_bytes > 0
 
@@ -485,7 +491,8 @@ def test_examine_with_a_broken_torch(cache: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["gemm"]["error"] == "torch cannot be loaded: libgomp.so.1: cannot open shared object file"
-    assert report["gemm"]["gflops"] == {} and report["memory"]["ram_bytes"] > 0
+    assert report["gemm"]["gflops"] == {}
+    assert report["memory"]["ram_bytes"] > 0
 
 
 def test_compiler_comes_from_cxx_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,10 @@ def test_writes_what_the_reference_reader_reads(tmp_path: Path) -> None:
         encode_record("a.list", ARRAY, ["x", "äö"], STRING),
         encode_record("a.number", 4, 7),
     ]
-    tensors = [NewTensor("t", (32, 2), ggml.F32, values.nbytes, lambda: values), NewTensor("u", (3,), 0, 12, lambda: values[0, :3])]
+    tensors = [
+        NewTensor("t", (32, 2), ggml.F32, values.nbytes, lambda: values),
+        NewTensor("u", (3,), 0, 12, lambda: values[0, :3]),
+    ]
     path = _file(tmp_path, records, tensors)
     read = reference.GGUFReader(path)
     assert read.fields["a.list"].contents() == ["x", "äö"]

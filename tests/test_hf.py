@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +70,8 @@ def reference(folder: Path, **options: Any) -> Any:
 
 def logits_of(model: Any, ids: list[int] = IDS) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0, :-1]
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0, :-1]
+    return logits
 
 
 def in_llamacpp(path: Path, ids: list[int] = IDS) -> np.ndarray:
@@ -502,9 +502,13 @@ def _cut(folder: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:5000])
 
 
-def _pickle(folder: Path) -> None:
+def _no_weights(folder: Path) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
+
+
+def _pickle(folder: Path) -> None:
+    _no_weights(folder)
     (folder / "pytorch_model.bin").write_bytes(b"x")
 
 
@@ -522,7 +526,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "index broken": (lambda f: (f / hf.INDEX).write_text("[]"), "cannot be read"),
     "index leaves": (lambda f: (f / hf.INDEX).write_text('{"weight_map": {"a": "../b"}}'), "outside its folder"),
     "pickles": (_pickle, "only as pickles"),
-    "no weights": (lambda f: [os.remove(x) for x in f.glob("*.safetensors*")], "no model.safetensors"),
+    "no weights": (_no_weights, "no model.safetensors"),
 }
 
 

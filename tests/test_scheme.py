@@ -34,7 +34,8 @@ def test_blocks(spec: Any, wanted: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [0, 11, "5-3", "3-10", "70%-30%", "50%-130%", [], [10], "middle", None, True, {"a": 1}, float("nan"), "-3", 2.5]
+    "spec",
+    [0, 11, "5-3", "3-10", "70%-30%", "50%-130%", [], [10], "middle", None, True, {"a": 1}, float("nan"), "-3", 2.5],
 )
 def test_blocks_that_cannot_be(spec: Any) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -88,13 +89,18 @@ def test_only_the_scheme_is_trained(model: Path, update: UpdateConfig, names: se
 
 def test_lora_starts_where_the_base_is_and_merges(model: Path) -> None:
     stack = load(model)
-    chosen = scheme.make(UpdateConfig(method="lora", blocks="5-5", tensors=["up"], rank=4, alpha=8.0), stack.depth, "llama")
+    chosen = scheme.make(
+        UpdateConfig(method="lora", blocks="5-5", tensors=["up"], rank=4, alpha=8.0), stack.depth, "llama"
+    )
     base = stack.dense_weight(5, "up")
     parameters = scheme.apply(stack, chosen, seed=0)
     ((name, start),) = scheme.updated(stack, chosen)
     assert name == "layers.5.mlp.up_proj.weight"
     assert torch.equal(start, base)
-    down, up = parameters["layers.5.mlp.up_proj.lora_A.default.weight"], parameters["layers.5.mlp.up_proj.lora_B.default.weight"]
+    down, up = (
+        parameters["layers.5.mlp.up_proj.lora_A.default.weight"],
+        parameters["layers.5.mlp.up_proj.lora_B.default.weight"],
+    )
     with torch.no_grad():
         up.normal_()
     ((_, merged),) = scheme.updated(stack, chosen)

@@ -1,4 +1,4 @@
-"""Training for real: it learns, it can be killed at any time, and what comes out does not depend on how it got there."""
+"""Training for real: it learns, it can be killed at any time, and the result does not depend on how it got there."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def command(folder: Path, data: Path, *more: str) -> list[str]:
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
-        if any(json.loads(line).get("event") == "step" and json.loads(line)["step"] >= step for line in lines if line.endswith("}")):
+        events = Run.open(run).events() if (run / "recipe.yaml").exists() else []
+        if any(event["event"] == "step" and event["step"] >= step for event in events):
             return
         assert process.poll() is None, "it ended before it could be stopped"
         time.sleep(0.02)

@@ -80,7 +80,9 @@ def test_loss_and_gradients_equal_those_of_single_rows(model: Path, recompute: b
     torch.manual_seed(0)
     stack = load(model)
     stack.recompute = recompute
-    chosen = scheme.make(UpdateConfig(blocks=[20, 26], tensors=["q", "v", "down"], biases=True, norms=True), stack.depth, "llama")
+    chosen = scheme.make(
+        UpdateConfig(blocks=[20, 26], tensors=["q", "v", "down"], biases=True, norms=True), stack.depth, "llama"
+    )
     parameters = scheme.apply(stack, chosen, seed=0)
 
     def run(forest: Forest, parts: list[list[int]]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import zipfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from edgeft.data.rows import Row
 from edgeft.errors import DataError, RunError
 from edgeft.model.tokenizer import Tokenizer, render
+from edgeft.run import replacing
 
 Messages = list[dict[str, str]]
 Dropped = list[tuple[str, str]]  # (source, reason)
@@ -223,18 +223,8 @@ def save(path: Path, train: list[Encoded], heldout: list[Encoded]) -> None:
         arrays[f"{side}_ends"] = np.cumsum([len(encoded.ids) for encoded in rows], dtype=np.int64)
         arrays[f"{side}_cut"] = np.array([encoded.cut_tokens for encoded in rows], np.int32)
         arrays[f"{side}_rows"] = np.frombuffer(json.dumps(records).encode(), np.uint8)
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise RunError(
-            f"cannot write {path}: {error.strerror}", "check the free space and who owns the folder"
-        ) from None
+    with replacing(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def load(path: Path) -> tuple[list[Encoded], list[Encoded]]:

@@ -5,14 +5,12 @@ Tensors that were not updated keep their bytes, and a file takes its name only w
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -24,6 +22,7 @@ from edgeft.errors import ExportError, RunError
 from edgeft.model import ggml
 from edgeft.model import gguf as files
 from edgeft.model.gguf import GGUF, NewTensor, TensorInfo
+from edgeft.run import sync_folder, writing
 
 if TYPE_CHECKING:
     import torch
@@ -249,7 +248,7 @@ def place(
         checked = check(temporary) if check else None
         with writing(out):
             temporary.replace(out)
-            _sync_folder(out.parent)
+            sync_folder(out.parent)
     except BaseException:
         # also on Ctrl-C; a folder that takes no new file holds no temporary one either
         with suppress(OSError):
@@ -267,26 +266,3 @@ def _check_space(out: Path, records: list[bytes], tensors: list[NewTensor], alig
             f"{out.name} needs {needed / 2**20:,.0f} MiB, and {out.parent} has {free / 2**20:,.0f} MiB free",
             "free some space, or choose another place with -o",
         )
-
-
-@contextmanager
-def writing(out: Path) -> Iterator[None]:
-    """What the system refuses becomes an error for people."""
-    try:
-        yield
-    except OSError as error:
-        hint = "choose another place with -o"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            hint = f"free some space, or {hint}"
-        raise RunError(f"cannot write {out}: {(error.strerror or str(error)).lower()}", hint) from None
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is on disk only when its folder is."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

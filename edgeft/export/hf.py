@@ -61,7 +61,7 @@ def export_hf(source: str, updates: Updates, out: Path) -> Path:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill; at the end it is renamed to `out`, or removed if something went wrong."""
-    from edgeft.export.gguf import _sync_folder, writing
+    from edgeft.run import sync_folder, writing
 
     if (out.exists() and not out.is_dir()) or (out.is_dir() and any(out.iterdir())):
         raise ExportError(f"{out} exists already", "choose a new folder with -o, or remove this one first")
@@ -79,7 +79,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             if out.exists():
                 out.rmdir()  # empty, see above
             temporary.rename(out)
-            _sync_folder(out.parent)
+            sync_folder(out.parent)
     except BaseException:
         with suppress(OSError):
             shutil.rmtree(temporary)

@@ -182,7 +182,7 @@ def modelfile_path(gguf_path: Path) -> Path:
 
 def write_modelfile(gguf_path: Path) -> Path:
     """Write it beside the GGUF file and return where."""
-    from edgeft.export.gguf import writing
+    from edgeft.run import writing
 
     path = modelfile_path(gguf_path)
     text = modelfile(gguf_path)

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib.util
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _to_float(type_id: int) -> ctypes._CFuncPtr | None:
+def _to_float(type_id: int) -> Callable[[int, int, int], None] | None:
     pointer = _library().ggml_get_type_traits(type_id).contents.to_float
     return _TO_FLOAT(pointer) if pointer else None
 

@@ -1,10 +1,11 @@
 """A GGUF file, mapped: its keys, its tensors' places, and a writer that copies what did not change.
 
-Every count, length and offset is checked against the file's size before it is used; nothing is read that is not asked for.
+Every count, length and offset is checked against the file size before it is used, and only what is asked for is read.
 """
 
 from __future__ import annotations
 
+import builtins
 import os
 import struct
 from collections.abc import Callable, Iterable
@@ -192,7 +193,7 @@ class GGUF:
         info = self.tensors[name]
         return self.data[info.offset : info.offset + info.nbytes]
 
-    def record(self, key: str) -> bytes:
+    def record(self, key: str) -> builtins.bytes:
         """A whole key-value record, to be copied into another file."""
         start, _, end = self.records[key]
         return self.data[start:end].tobytes()
@@ -247,7 +248,7 @@ def write(file: BinaryIO, records: Iterable[bytes], tensors: list[NewTensor], al
     for tensor in tensors:
         data = tensor.data()
         assert data.nbytes == tensor.nbytes, tensor.name
-        file.write(memoryview(np.ascontiguousarray(data)).cast("B"))
+        file.write(np.ascontiguousarray(data).tobytes())
         file.write(b"\0" * (-tensor.nbytes % alignment))
     file.flush()
     os.fsync(file.fileno())

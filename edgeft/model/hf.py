@@ -60,6 +60,9 @@ def resolve(path_or_hub_id: str) -> Path:
         raise ModelError(
             f"there is no model folder {path_or_hub_id}", "check the path; a hub id has the form owner/name"
         )
+    from edgeft.model.tokenizer import go_offline_if_cut_off
+
+    go_offline_if_cut_off()
     from huggingface_hub import snapshot_download
 
     try:

@@ -87,7 +87,7 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features = packed.cols, packed.rows
         self.packed = packed
         self.weight = nn.Parameter(tensor_of(packed.data), requires_grad=False)  # uint8, for its device and size
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = _FrozenLinear.apply(input, self.packed, self.bias)
@@ -144,7 +144,7 @@ class PackedHead:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Cross-entropy through a frozen head. Its input gradient is taken in the forward pass, while the logits are there."""
+    """Cross-entropy through a frozen head. The input gradient is taken in the forward pass, while the logits exist."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, head: PackedHead) -> torch.Tensor:

@@ -80,7 +80,13 @@ class Stack:
         return found
 
     def run(
-        self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, start: int, stop: int, cache: Any = None
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        start: int,
+        stop: int,
+        cache: Any = None,
     ) -> torch.Tensor:
         """Blocks [start, stop): hidden (B, T, d), positions (B, T), mask (B, 1, T, S)."""
         rotary = self.rotary(positions)
@@ -158,19 +164,8 @@ def weight_of(module: nn.Module) -> torch.Tensor:
     """The dense float32 weight of any linear layer that a stack can hold."""
     if isinstance(module, PackedLinear):
         return module.dense_weight()
-    weight: Any = module.weight
-    if type(weight).__name__ == "Params4bit":
-        import bitsandbytes as bnb
-
-        return bnb.functional.dequantize_4bit(weight.data, weight.quant_state).float()
-    if type(weight).__name__ == "Int8Params":
-        import bitsandbytes as bnb
-
-        state = getattr(module, "state", None)
-        data = weight.data if weight.data.dtype == torch.int8 else state.CB  # type: ignore[union-attr]
-        scale = weight.SCB if getattr(weight, "SCB", None) is not None else state.SCB  # type: ignore[union-attr]
-        return bnb.functional.int8_vectorwise_dequant(data, scale).float()
-    return weight.detach().float().clone()  # type: ignore[no-any-return]
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    return weight.detach().float().clone()
 
 
 def load(path: str | Path, frozen: str = "auto") -> Stack:
@@ -320,6 +315,7 @@ def _load_gguf(path: Path, frozen: str) -> Stack:
             if weight is not None:
                 block.get_submodule(module_name).weight = nn.Parameter(weight, requires_grad=False)
     last = vector(gguf, "output_norm.weight")
+    assert last is not None  # gguf_config has looked
     model.norm.weight = nn.Parameter(last, requires_grad=False)
     model.embed_tokens = None  # the packed embedding stands in its place
     model.rotary_emb = type(model.rotary_emb)(config=config)

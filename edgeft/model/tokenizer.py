@@ -198,16 +198,10 @@ class HfTokenizer:
     """transformers' tokenizer of a folder or hub id."""
 
     def __init__(self, path: str | Path) -> None:
-        from transformers import AutoTokenizer
+        from edgeft.model.hf import open_tokenizer_file, resolve
 
-        if not Path(path).is_dir():
-            go_offline_if_cut_off()
-        try:
-            self._tok: Any = AutoTokenizer.from_pretrained(str(path))
-        except Exception as error:  # its parsers raise what they like
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            hint = "the folder needs tokenizer.json; a hub id needs a network connection or an earlier download"
-            raise ModelError(f"cannot load the tokenizer of {path}: {reason}", hint) from None
+        folder = resolve(str(path))
+        self._tok: Any = open_tokenizer_file(folder)
         tok = self._tok
         self.vocab_size = len(tok)
         self.bos_text: str = tok.bos_token or ""
@@ -221,7 +215,7 @@ class HfTokenizer:
         named = tok.chat_template.get("default") if isinstance(tok.chat_template, dict) else tok.chat_template
         self.has_template = bool(named)
         self.template: str = named or PLAIN_TEMPLATE
-        self.eog = frozenset({self.eos} - {-1} | self._end_ids() | self._generation_ids(Path(path)))
+        self.eog = frozenset({self.eos} - {-1} | self._end_ids() | self._generation_ids(folder))
 
     def _end_ids(self) -> set[int]:
         return {i for i, token in self._tok.added_tokens_decoder.items() if str(token) in END_TEXTS}

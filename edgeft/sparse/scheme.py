@@ -121,7 +121,9 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
                 _set(block, path, linear)
                 module = linear
             if tensor in scheme.biases:
-                start = torch.zeros(module.out_features) if module.bias is None else module.bias.detach().float().clone()
+                start = (
+                    torch.zeros(module.out_features) if module.bias is None else module.bias.detach().float().clone()
+                )
                 module.bias = nn.Parameter(start)
         if scheme.norms:
             for name in NORMS:

@@ -64,7 +64,7 @@ class Schedule:
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
     """Ctrl-C and SIGTERM ask; the loop answers at the next safe place. A second Ctrl-C is not held back."""
-    asked = []
+    asked: list[int] = []
     before: dict[int, Any] = {}
 
     def note(number: int, frame: Any) -> None:
@@ -80,8 +80,8 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: bool(asked)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 class Trainer:
@@ -159,6 +159,7 @@ class Trainer:
     # ------------------------------------------------ the loop
 
     def fit(self, model_id: str) -> None:
+        self.began = time.monotonic()
         with stop_requests() as stopping:
             found = trunk.prepare(self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, stopping)
             if found is None:
@@ -220,7 +221,8 @@ class Trainer:
                 "base_loss": self.base_loss,
                 "best_loss": self.best_loss,
                 "best_step": self.best_step,
-                "train_seconds": round(self.trained_s, 2),
+                "train_seconds": round(self.trained_s, 2),  # steps alone
+                "seconds": round(time.monotonic() - self.began, 2),  # with trunk and validation, of the last process
                 "trained_parameters": sum(p.numel() for p in self.parameters.values()),
                 "peak_bytes": peak_bytes(),
             },

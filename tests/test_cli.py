@@ -1,0 +1,188 @@
+"""The commands as a user types them, in processes of their own, on the embedded model and a few rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgeft.model.gguf import GGUF
+from edgeft.run import Run
+from tests.conftest import Edgeft, small_rows
+
+SMALL = [
+    part
+    for s in ("update.blocks=26-29", "train.epochs=4", "train.batch_rows=4", "train.lr=1e-3")
+    for part in ("--set", s)
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, edgeft: Edgeft) -> tuple[Path, dict[str, object]]:
+    """A small run with all its stages."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    data = small_rows(tmp_path_factory.mktemp("rows"), train=16, heldout=6)
+    result = edgeft(
+        "finetune", "--recipe", "sparse-bp", "--device", "rpi5", "--data", data, "--out", folder, *SMALL, "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    return folder, json.loads(result.stdout)
+
+
+@pytest.mark.slow
+def test_finetune_leaves_a_whole_run(finished: tuple[Path, dict[str, object]], model: Path) -> None:
+    folder, result = finished
+    names = {p.name for p in folder.iterdir()}
+    assert {
+        "recipe.yaml",
+        "tokens.npz",
+        "metrics.jsonl",
+        "best.safetensors",
+        "model.gguf",
+        "Modelfile",
+        "eval.json",
+    } <= names
+    assert result["best_loss"] < result["base_loss"]  # type: ignore[operator]
+    scores = result["eval"]
+    assert isinstance(scores, dict)
+    assert scores["rows"] == 6
+    assert scores["tuned"]["loss"] < scores["base"]["loss"]
+    assert {"exact_match", "f1"} <= set(scores["base"])
+    run = Run.open(folder)
+    assert run.recipe.how.micro_batch_tokens == 512  # what the device says about how
+    assert run.recipe.train.epochs == 4.0
+    base, tuned = GGUF.open(model), GGUF.open(folder / "model.gguf")
+    changed = {n for n in base.tensors if base.bytes(n).tobytes() != tuned.bytes(n).tobytes()}
+    assert changed == {f"blk.{b}.{t}.weight" for b in range(26, 30) for t in _tensors(run)}
+
+
+def _tensors(run: Run) -> list[str]:
+    from edgeft.model.stack import LINEARS
+
+    return [LINEARS[t][1] for t in run.recipe.update.tensors]
+
+
+@pytest.mark.slow
+def test_eval_of_the_run_and_of_its_file_agree(finished: tuple[Path, dict[str, object]], edgeft: Edgeft) -> None:
+    folder, result = finished
+    in_trainer = json.loads(edgeft("eval", folder, "--json").stdout)
+    in_llama = json.loads(edgeft("eval", folder / "model.gguf", "--json").stdout)
+    for who in ("base", "tuned"):
+        assert in_trainer[who]["loss"] == pytest.approx(in_llama[who]["loss"], abs=0.05)
+    stored = result["eval"]
+    assert isinstance(stored, dict)
+    assert in_llama["tuned"] == pytest.approx(stored["tuned"], abs=0.05)
+    limited = json.loads(edgeft("eval", folder / "model.gguf", "--limit", 2, "--json").stdout)
+    assert limited["rows"] == 2
+
+
+@pytest.mark.slow
+def test_a_file_elsewhere_finds_the_embedded_base_and_data(
+    finished: tuple[Path, dict[str, object]], edgeft: Edgeft, tmp_path: Path
+) -> None:
+    folder, _ = finished
+    made = edgeft("export", folder, "--type", "f16", "-o", tmp_path / "mine.gguf")
+    assert made.returncode == 0, made.stderr
+    assert (tmp_path / "Modelfile").read_text().startswith("FROM ./mine.gguf")
+    found = json.loads(edgeft("eval", tmp_path / "mine.gguf", "--limit", 3, "--json").stdout)
+    assert found["rows"] == 3
+    assert found["tuned"]["loss"] < found["base"]["loss"]
+
+
+@pytest.mark.slow
+def test_chat_answers_from_run_and_file(finished: tuple[Path, dict[str, object]], edgeft: Edgeft) -> None:
+    folder, _ = finished
+    first = edgeft("chat", folder, "--prompt", "Where does the probe go?", "--max-tokens", 16)
+    second = edgeft("chat", folder / "model.gguf", "--prompt", "Where does the probe go?", "--max-tokens", 16)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.strip()
+    assert first.stdout == second.stdout
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_not_done_again(finished: tuple[Path, dict[str, object]], edgeft: Edgeft) -> None:
+    folder, result = finished
+    before = {
+        p: p.stat().st_mtime_ns for p in folder.iterdir() if p.name in ("tokens.npz", "best.safetensors", "model.gguf")
+    }
+    again = edgeft("finetune", "--resume", "--out", folder, "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout) == result
+    assert before == {p: p.stat().st_mtime_ns for p in before}
+    listed = json.loads(edgeft("runs", folder.parent, "--json").stdout)
+    assert [row["run"] for row in listed] == ["small"]
+    assert listed[0]["state"] == "complete"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bias-norm", "lora", "qlora", "full"])
+def test_every_recipe_trains_exports_and_gets_better(recipe: str, edgeft: Edgeft, tmp_path: Path) -> None:
+    data = small_rows(tmp_path / "rows", train=8, heldout=3)
+    sets = [part for s in ("train.steps=6", "train.batch_rows=4", "train.lr=1e-3") for part in ("--set", s)]
+    sets = sets if recipe != "full" else [*sets[:-1], "train.lr=2e-4"]
+    result = edgeft("finetune", "--recipe", recipe, "--data", data, "--out", tmp_path / "run", *sets, "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["eval"]["tuned"]["loss"] < 0.9 * found["eval"]["base"]["loss"]
+    assert found["export"]["check"]["top1"] >= 75
+
+
+def test_looking_around(edgeft: Edgeft, tmp_path: Path) -> None:
+    assert "sparse-bp" in edgeft("recipes").stdout
+    assert "jetson-orin-nano" in edgeft("devices").stdout
+    assert "no runs" in edgeft("runs", cwd=tmp_path).stdout
+    found = json.loads(edgeft("doctor", "--json").stdout)
+    assert found["gemm"]["gflops"]["fp32"] > 1
+    assert found["cpu"]["cores"] >= 1
+    shown = edgeft("data", small_rows(tmp_path / "rows"))
+    assert "question/answer" in shown.stdout
+    assert "⟦beside the third peg<|im_end|>⟧" in shown.stdout
+
+
+def test_help_and_version_need_no_heavy_library() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from edgeft.cli import app; "
+        "CliRunner().invoke(app, ['--help']); CliRunner().invoke(app, ['recipes']); "
+        "print([m for m in ('torch', 'transformers', 'llama_cpp', 'datasets', 'peft') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_works_outside_the_repository(tmp_path: Path) -> None:
+    top = Path(__file__).parent.parent
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(top)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site"), str(wheel)], check=True
+    )
+    code = (
+        "import json, edgeft; from edgeft import config; "
+        "from edgeft.data import rows; from edgeft.evaluate import score; "
+        "d = rows.load(config.DataConfig()); "
+        "print(json.dumps([edgeft.__file__, config.names('recipe'), config.names('device'), score.suites(), "
+        "len(d.train), len(d.heldout), [config.load_recipe(r).name for r in config.names('recipe')]]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"},
+    )
+    assert result.returncode == 0, result.stderr
+    place, recipes, devices, suites, train, heldout, loaded = json.loads(result.stdout)
+    assert place.startswith(str(tmp_path))
+    assert {"sparse-bp", "bias-norm", "lora", "qlora", "full"} <= set(recipes)
+    assert loaded == recipes
+    assert {"rpi5", "rpi5-16gb", "rpi4", "jetson-orin-nano", "laptop-8gb", "laptop-16gb", "mac-m-series"} <= set(
+        devices
+    )
+    assert {"qa", "demo"} <= set(suites)
+    assert train >= 5 * heldout * 0.8
+    assert heldout >= 60
