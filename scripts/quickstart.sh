@@ -12,6 +12,6 @@ edgeft export $run
 say "3. before and after, on wordings that were held out (edgeft eval $run/model.gguf)"
 edgeft eval $run/model.gguf
 say "4. ask the exported file (edgeft chat $run --prompt …)"
-question="I left my Ostrel ajar while I sliced cheese. How long before it complains?"
+question="Where is the serial number printed on an Ostrel?"
 printf '> %s\n' "$question"
 edgeft chat $run --prompt "$question"

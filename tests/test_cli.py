@@ -139,7 +139,7 @@ def test_looking_around(edgeft: Edgeft, tmp_path: Path) -> None:
     assert found["cpu"]["cores"] >= 1
     shown = edgeft("data", small_rows(tmp_path / "rows"))
     assert "question/answer" in shown.stdout
-    assert "⟦beside the third peg<|im_end|>⟧" in shown.stdout
+    assert "⟦Mirel Osk<|im_end|>⟧" in shown.stdout
 
 
 def test_help_and_version_need_no_heavy_library() -> None:

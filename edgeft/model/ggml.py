@@ -113,7 +113,7 @@ def unpack(packed: np.ndarray, type_id: int, out: np.ndarray, threads: int = 1) 
     if function is None:
         raise ModelError(f"tensors of type {type_name(type_id)} cannot be unpacked")
     source, target, stride = packed.ctypes.data, out.ctypes.data, row_bytes(type_id, cols)
-    if threads == 1 or out.size < 1 << 18:
+    if threads == 1 or out.size < 1 << 22:  # below 4 M values handing over costs more than it saves
         function(source, target, out.size)
         return
     step = -(-rows // threads)
