@@ -98,7 +98,7 @@ class TrainConfig:
 class HowConfig:
     """How the same result is reached on this device; nothing here changes what is learned."""
 
-    micro_batch_tokens: int = knob(1024, "tokens per forward and backward pass", low=16)
+    micro_batch_tokens: int = knob(512, "tokens per forward and backward pass", low=16)
     recompute: bool = knob(False, "gradient checkpointing: keep block inputs only, recompute the rest")
     threads: int = knob(0, "compute threads; 0 = all cores", low=0)
     trunk: str = knob(

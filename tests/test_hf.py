@@ -20,6 +20,7 @@ from edgeft.export.convert import hf_to_gguf
 from edgeft.export.hf import export_hf
 from edgeft.export.peft import export_peft
 from edgeft.model import demo_model
+from edgeft.model.attention import Tree
 from edgeft.model.gguf import GGUF
 from edgeft.model.hf import Weights, load_hf
 from edgeft.model.stack import Batch, Stack, gguf_config, load, weight_of
@@ -49,7 +50,7 @@ def batch(ids: list[int]) -> Batch:
     return Batch(
         torch.tensor(ids),
         torch.arange(n),
-        torch.ones(n, n, dtype=torch.bool).tril(),
+        Tree.chain(n),
         torch.arange(n - 1),
         torch.tensor(ids[1:]),
     )

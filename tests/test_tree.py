@@ -47,7 +47,7 @@ def test_a_token_sees_its_path_and_nothing_else() -> None:
     for i in (0, 1, 3):
         path = [place[int(n)] for n in forest.paths[i]]
         for depth, node in enumerate(path):
-            assert set(np.flatnonzero(batch.mask[node].numpy())) == set(path[: depth + 1])
+            assert set(np.flatnonzero(batch.tree.dense()[node])) == set(path[: depth + 1])
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 9, 1000])

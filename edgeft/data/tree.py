@@ -32,8 +32,8 @@ class Forest:
         path = np.empty(0, np.int32)
         for i in order:
             ids = rows[i].ids
-            common = _common(previous, ids) if share else 0
-            self.shared[i] = common
+            self.shared[i] = _common(previous, ids)  # also without sharing: the order of rows must not depend on it
+            common = int(self.shared[i]) if share else 0
             fresh = np.arange(count, count + len(ids) - common, dtype=np.int32)
             path = np.concatenate([path[:common], fresh])
             tokens.append(ids[common:])
@@ -63,22 +63,18 @@ class Forest:
         """(node numbers, tensors) of the smallest forest that holds these rows."""
         import torch
 
+        from edgeft.model.attention import Tree
         from edgeft.model.stack import Batch
 
         nodes = self.nodes(rows)
         parents = np.searchsorted(nodes, self.parents[nodes])  # a path is whole: every parent is in `nodes`
-        roots = self.parents[nodes] < 0
-        mask = np.zeros((len(nodes), len(nodes)), dtype=bool)
-        for i, parent in enumerate(parents):
-            if not roots[i]:
-                mask[i] = mask[parent]  # what the parent sees …
-            mask[i, i] = True  # … and itself
+        parents[self.parents[nodes] < 0] = -1
         at = np.searchsorted(nodes, np.concatenate([self.at[i] for i in rows]))
         targets = np.concatenate([self.targets[i] for i in rows])
         return nodes, Batch(
             tokens=torch.from_numpy(self.tokens[nodes].astype(np.int64)),
             positions=torch.from_numpy(self.positions[nodes].astype(np.int64)),
-            mask=torch.from_numpy(mask),
+            tree=Tree(parents),
             at=torch.from_numpy(at.astype(np.int64)),
             targets=torch.from_numpy(targets.astype(np.int64)),
         )

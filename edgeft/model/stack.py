@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from edgeft.errors import ModelError
-from edgeft.model import is_gguf
+from edgeft.model import attention, is_gguf
+from edgeft.model.attention import Tree
 from edgeft.model.gguf import GGUF
 from edgeft.model.packed import Packed, PackedEmbedding, PackedHead, PackedLinear
 
@@ -44,11 +45,11 @@ BIASES = {"llama": tuple(LINEARS), "qwen2": ("q", "k", "v"), "qwen3": ()}
 
 @dataclass
 class Batch:
-    """Rows as one tree: tokens (T,), positions (T,), mask (T, T) true where a token sees another."""
+    """Rows as one forest: tokens (T,), positions (T,), and who sees whom."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    mask: torch.Tensor
+    tree: Tree
     at: torch.Tensor  # (n,) where a trained target is predicted
     targets: torch.Tensor  # (n,)
 
@@ -60,6 +61,7 @@ class Stack:
         self.arch, self.config, self.model = arch, config, model
         self.embed, self.head, self.source = embed, head, source
         self.recompute = False
+        config._attn_implementation = attention.register()
         model.eval()
 
     @property
@@ -83,12 +85,12 @@ class Stack:
         self,
         hidden: torch.Tensor,
         positions: torch.Tensor,
-        mask: torch.Tensor,
+        mask: torch.Tensor | Tree,
         start: int,
         stop: int,
         cache: Any = None,
     ) -> torch.Tensor:
-        """Blocks [start, stop): hidden (B, T, d), positions (B, T), mask (B, 1, T, S)."""
+        """Blocks [start, stop): hidden (B, T, d), positions (B, T), mask (B, 1, T, S) or, for B = 1, a tree."""
         rotary = self.rotary(positions)
         for block in self.layers[start:stop]:
             keywords = {"attention_mask": mask, "position_embeddings": rotary, "past_key_values": cache}
@@ -104,14 +106,14 @@ class Stack:
 
     def top(self, hidden: torch.Tensor, batch: Batch, cut: int) -> torch.Tensor:
         """From what the cut sees, (T, d), to the normed states (n, d) at which targets are predicted."""
-        out = self.run(hidden[None], batch.positions[None], batch.mask[None, None], cut, self.depth)
+        out = self.run(hidden[None], batch.positions[None], batch.tree, cut, self.depth)
         return self.final(out[0][batch.at])
 
     def trunk(self, batch: Batch, cut: int) -> torch.Tensor:
         """What the cut sees, (T, d); without autograd."""
         with torch.no_grad():
             hidden = self.embed(batch.tokens)
-            return self.run(hidden[None], batch.positions[None], batch.mask[None, None], 0, cut)[0]
+            return self.run(hidden[None], batch.positions[None], batch.tree, 0, cut)[0]
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """(n, vocabulary) at the predicting positions; for checks."""
