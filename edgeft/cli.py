@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -20,6 +21,10 @@ from rich.table import Table
 from edgeft import __version__, config
 from edgeft.errors import ConfigError, EdgeftError
 from edgeft.screen import Screen
+
+# Waiting compute threads sleep instead of spinning: on a machine that does anything else, spinning ones made
+# llama.cpp ten times slower. It must be set before torch or llama.cpp is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 app = typer.Typer(
     add_completion=False,
@@ -109,12 +114,12 @@ def finetune(
     if until not in pipeline.STAGES:
         raise ConfigError(f"unknown stage `{until}`", f"known: {', '.join(pipeline.STAGES)}")
     folder = out_folder if str(out_folder) != "." else Path("runs") / Path(recipe or "sparse-bp").stem
-    choice = _resolve(recipe, device, model, data, sets, folder if resume else None)
+    choice, profile = _resolve(recipe, device, model, data, sets, folder if resume else None)
     screen = Screen(err if as_json else out)
     run = Run.start(folder, choice, resume)
     screen.line(f"run {folder} · recipe {choice.name} · model {Path(pipeline.model_source(choice.model.path)).name}")
     with screen:
-        result = pipeline.finetune(run, until, screen)
+        result = pipeline.finetune(run, until, screen, profile.budget_bytes)
     if as_json:
         _print_json(result)
     elif result.get("eval"):
@@ -132,8 +137,9 @@ def _resolve(
     data: str | None,
     sets: list[str] | None,
     resume: Path | None,
-) -> config.Recipe:
+) -> tuple[config.Recipe, config.Device]:
     """Recipe, then the device's how, then the options; a resumed run starts from what it was made with."""
+    profile = config.load_device(device or "auto")
     if resume is not None and (resume / "recipe.yaml").is_file():
         from edgeft.run import Run
 
@@ -144,7 +150,7 @@ def _resolve(
                 setattr(chosen, part, getattr(wanted, part))
             chosen.name = wanted.name
         if device is not None:
-            chosen.how = config.build(config.HowConfig, config.load_device(device).how, "how", chosen.how)
+            chosen.how = config.build(config.HowConfig, profile.how, "how", chosen.how)
     else:
         chosen, _ = config.resolve(recipe or "sparse-bp", device or "auto", [])
     if model is not None:
@@ -157,7 +163,7 @@ def _resolve(
             source.path = str(Path(source.path).resolve())
     if chosen.data.heldout and Path(chosen.data.heldout).exists():
         chosen.data.heldout = str(Path(chosen.data.heldout).resolve())
-    return chosen
+    return chosen, profile
 
 
 # ---------------------------------------------------------------- eval

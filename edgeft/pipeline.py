@@ -126,11 +126,26 @@ def build(recipe: Recipe) -> tuple[Stack, Scheme, dict[str, Any]]:
     return stack, chosen, scheme.apply(stack, chosen, recipe.train.seed)
 
 
-def train(run: Run, progress: Progress) -> None:
+def make_plan(run: Run, longest: int, budget_bytes: int, progress: Progress) -> None:
+    """Says what the run will need, and chooses how it fits; DoesNotFitError if nothing does."""
+    from edgeft import plan
+    from edgeft.sparse import scheme
+
+    source = model_source(run.recipe.model.path)
+    shape = plan.shape_of(source, run.recipe.model.frozen)
+    chosen = scheme.make(run.recipe.update, shape.depth, GGUF.open(source).arch if is_gguf(source) else "llama")
+    found = plan.fit(run.recipe, shape, chosen, longest, budget_bytes)
+    run.write_json(run.path / "plan.json", found)
+    progress.line(plan.describe(found))
+
+
+def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     """Up to the best checkpoint."""
     rows, heldout = prepare(run, progress)
     if run.done.is_file():
         return
+    if budget_bytes:
+        make_plan(run, max(len(r.ids) for r in rows + heldout), budget_bytes, progress)
     from edgeft.train.loop import Trainer
     from edgeft.train.trunk import model_id
 
@@ -359,7 +374,7 @@ def chat_file(target: Path) -> Path:
 # ---------------------------------------------------------------- all of it
 
 
-def finetune(run: Run, until: str, progress: Progress) -> dict[str, Any]:
+def finetune(run: Run, until: str, progress: Progress, budget_bytes: int = 0) -> dict[str, Any]:
     """Every stage up to `until`; what comes out stands in the run folder."""
     source = model_source(run.recipe.model.path)
     result: dict[str, Any] = {"run": str(run.path)}
@@ -372,7 +387,7 @@ def finetune(run: Run, until: str, progress: Progress) -> dict[str, Any]:
         raise
     if until == "prepare":
         return result
-    train(run, progress)
+    train(run, progress, budget_bytes)
     result |= run.read_json(run.done) or {}
     if until == "train":
         return result

@@ -118,6 +118,31 @@ def test_a_finished_run_is_not_done_again(finished: tuple[Path, dict[str, object
 
 
 @pytest.mark.slow
+def test_a_hugging_face_folder_goes_the_whole_way(
+    finished: tuple[Path, dict[str, object]], edgeft: Edgeft, tmp_path: Path
+) -> None:
+    folder, result = finished
+    made = edgeft("export", folder, "--format", "hf", "-o", tmp_path / "hf")
+    assert made.returncode == 0, made.stderr
+    scores = json.loads(edgeft("eval", tmp_path / "hf", "--data", Run.open(folder).recipe.data.path, "--json").stdout)
+    stored = result["eval"]
+    assert isinstance(stored, dict)
+    assert scores["base"] is None
+    assert scores["tuned"]["loss"] == pytest.approx(stored["tuned"]["loss"], abs=0.05)
+    data = small_rows(tmp_path / "rows", train=8, heldout=3)
+    steps = ["--set", "train.steps=3", "--set", "train.batch_rows=4"]
+    tuned = edgeft("finetune", "--recipe", "qlora", "-m", tmp_path / "hf", "-d", data, "-o", tmp_path / "run", *steps)
+    assert tuned.returncode == 0, tuned.stderr
+    assert GGUF.open(tmp_path / "run" / "model.gguf").get_key("edgeft.base") == "hf"
+    adapter = edgeft("export", tmp_path / "run", "--format", "peft", "-o", tmp_path / "adapter")
+    assert adapter.returncode == 0, adapter.stderr
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    refused = edgeft("export", folder, "--format", "peft", "-o", tmp_path / "none")
+    assert refused.returncode == 7
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bias-norm", "lora", "qlora", "full"])
 def test_every_recipe_trains_exports_and_gets_better(recipe: str, edgeft: Edgeft, tmp_path: Path) -> None:
     data = small_rows(tmp_path / "rows", train=8, heldout=3)
