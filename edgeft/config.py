@@ -75,9 +75,9 @@ class UpdateConfig:
 
 @dataclass
 class TrainConfig:
-    epochs: float = knob(3.0, "passes over the training rows", low=0.0)
+    epochs: float = knob(4.0, "passes over the training rows", low=0.0)
     steps: int | None = knob(None, "stop after so many optimiser steps, whatever epochs says", low=1)
-    batch_rows: int = knob(8, "rows per optimiser step", low=1)
+    batch_rows: int = knob(16, "rows per optimiser step", low=1)
     lr: float = knob(2e-4, "peak learning rate", low=0.0)
     warmup: float = knob(0.05, "share of the steps with rising learning rate", low=0.0, high=1.0)
     final_lr: float = knob(0.05, "learning rate at the end, as a share of the peak", low=0.0, high=1.0)
@@ -98,7 +98,7 @@ class TrainConfig:
 class HowConfig:
     """How the same result is reached on this device; nothing here changes what is learned."""
 
-    micro_batch_tokens: int = knob(512, "tokens per forward and backward pass", low=16)
+    micro_batch_tokens: int = knob(1024, "tokens per forward and backward pass", low=16)
     recompute: bool = knob(False, "gradient checkpointing: keep block inputs only, recompute the rest")
     threads: int = knob(0, "compute threads; 0 = all cores", low=0)
     trunk: str = knob(

@@ -12,7 +12,7 @@ import pytest
 
 from edgeft.model import demo_model
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests start processes: waiting threads must not spin
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line does: waiting threads soon sleep
 
 
 @pytest.fixture(scope="session")

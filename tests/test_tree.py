@@ -104,3 +104,9 @@ def test_loss_and_gradients_equal_those_of_single_rows(model: Path, recompute: b
     for name in single:
         worst = (tree[name] - single[name]).abs().max() / single[name].abs().max()
         assert worst < 1e-3, name
+
+
+def test_a_template_that_all_rows_begin_with_makes_no_group() -> None:
+    template = list(range(1000, 1030))
+    rows = [row([*template, 5, q, 7, q + 1], 32) for q in range(10, 40)]  # 31 of 34 tokens are the same in all
+    assert len(Forest(rows).groups(list(range(len(rows))))) == len(rows)

@@ -10,7 +10,7 @@ from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest
 from edgeft.model.stack import Stack
 
-TOKENS_AT_A_TIME = 1024
+TOKENS_AT_A_TIME = 2048
 
 
 class StackScorer:

@@ -150,7 +150,8 @@ class Trainer:
             return math.nan
         total = 0.0
         with torch.no_grad():
-            for part in self.forest.micro_batches(self.heldout, self.run.recipe.how.micro_batch_tokens):
+            tokens = trunk.WITHOUT_GRADIENT * self.run.recipe.how.micro_batch_tokens
+            for part in self.forest.micro_batches(self.heldout, tokens):
                 nodes, batch = self.forest.batch(part)
                 states = self.stack.top(self.trunk.hidden(nodes, batch), batch, self.scheme.cut)
                 total += float(self.stack.head.loss(states, batch.targets))
@@ -223,6 +224,7 @@ class Trainer:
                 "best_step": self.best_step,
                 "train_seconds": round(self.trained_s, 2),  # steps alone
                 "seconds": round(time.monotonic() - self.began, 2),  # with trunk and validation, of the last process
+                "cpu_seconds": round(time.process_time(), 2),  # of the last process, loading included
                 "trained_parameters": sum(p.numel() for p in self.parameters.values()),
                 "peak_bytes": peak_bytes(),
             },

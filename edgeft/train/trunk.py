@@ -20,7 +20,8 @@ from edgeft.train.progress import Progress
 
 FORMAT = 1
 DTYPES = {"fp16": np.float16, "fp32": np.float32}
-ROWS_PER_SYNC = 64  # after so many rows the place reached is written down
+ROWS_PER_SYNC = 256  # after so many rows the place reached is written down
+WITHOUT_GRADIENT = 2  # micro-batches may be so many times larger where no activation is kept for a backward pass
 
 
 def key(stack: Stack, forest: Forest, cut: int, dtype: str, model_id: str) -> str:
@@ -78,7 +79,7 @@ def prepare(
     progress.stage("trunk", len(rows))
     progress.advance(done)
     while done < len(rows):
-        for part in forest.micro_batches(rows[done : done + ROWS_PER_SYNC], how.micro_batch_tokens):
+        for part in forest.micro_batches(rows[done : done + ROWS_PER_SYNC], WITHOUT_GRADIENT * how.micro_batch_tokens):
             if stopping():
                 return None
             nodes, batch = forest.batch(part)
