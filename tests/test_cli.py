@@ -86,7 +86,7 @@ def test_a_file_elsewhere_finds_the_embedded_base_and_data(
     folder, _ = finished
     made = edgeft("export", folder, "--type", "f16", "-o", tmp_path / "mine.gguf")
     assert made.returncode == 0, made.stderr
-    assert (tmp_path / "Modelfile").read_text().startswith("FROM ./mine.gguf")
+    assert "FROM ./mine.gguf\n" in (tmp_path / "Modelfile").read_text()
     found = json.loads(edgeft("eval", tmp_path / "mine.gguf", "--limit", 3, "--json").stdout)
     assert found["rows"] == 3
     assert found["tuned"]["loss"] < found["base"]["loss"]

@@ -6,6 +6,7 @@ A checkpoint is written whole or not at all, and holds all that the next step de
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,11 @@ from edgeft.run import replacing
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:
     with replacing(path) as file:  # written through its name: the bytes are never a second time in memory
-        save_file({k: v.detach().contiguous() for k, v in tensors.items()}, file.name, {"edgeft": json.dumps(state)})
+        plain = {k: v.detach().contiguous() for k, v in tensors.items()}
+        try:
+            save_file(plain, file.name, {"edgeft": json.dumps(state)})
+        except SafetensorError as error:  # how it says that the disk is full
+            raise OSError(errno.ENOSPC if "os error 28" in str(error) else errno.EIO, str(error)) from None
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
