@@ -75,7 +75,7 @@ class UpdateConfig:
 
 @dataclass
 class TrainConfig:
-    epochs: float = knob(4.0, "passes over the training rows", low=0.0)
+    epochs: float = knob(3.0, "passes over the training rows", low=0.0)
     steps: int | None = knob(None, "stop after so many optimiser steps, whatever epochs says", low=1)
     batch_rows: int = knob(16, "rows per optimiser step", low=1)
     lr: float = knob(2e-4, "peak learning rate", low=0.0)
