@@ -79,6 +79,9 @@ class TrainConfig:
     steps: int | None = knob(None, "stop after so many optimiser steps, whatever epochs says", low=1)
     batch_rows: int = knob(16, "rows per optimiser step", low=1)
     lr: float = knob(2e-4, "peak learning rate", low=0.0)
+    lr_width: int = knob(
+        0, "the model width that lr was found at: other widths get lr × lr_width / width; 0 = lr as is", low=0
+    )
     warmup: float = knob(0.05, "share of the steps with rising learning rate", low=0.0, high=1.0)
     final_lr: float = knob(0.05, "learning rate at the end, as a share of the peak", low=0.0, high=1.0)
     weight_decay: float = knob(0.0, "AdamW's decoupled weight decay", low=0.0)

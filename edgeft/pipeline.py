@@ -157,6 +157,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     )
     run.log(event="scheme", cut=scheme.cut, blocks=list(scheme.blocks), trained_parameters=trained)
     trainer = Trainer(run, stack, scheme, parameters, rows, heldout, progress)
+    progress.line(f"{trainer.schedule.steps} steps, peak learning rate {trainer.schedule.peak:.2g}")
     trainer.fit(model_id(model_source(run.recipe.model.path)))
 
 

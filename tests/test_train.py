@@ -50,6 +50,10 @@ def test_schedule() -> None:
     assert schedule.lr(6) == pytest.approx(0.1)
     assert max(schedule.validate_after()) == 6
     assert Schedule(10, TrainConfig(epochs=5.0, batch_rows=4, steps=2)).steps == 2
+    scaled = TrainConfig(lr=1e-3, lr_width=576)
+    assert Schedule(10, scaled, width=2048).peak == pytest.approx(1e-3 * 576 / 2048)
+    assert Schedule(10, scaled, width=576).peak == 1e-3
+    assert Schedule(10, TrainConfig(lr=1e-3), width=2048).peak == 1e-3
 
 
 def test_it_learns_and_the_loss_is_written_down(data: Path, tmp_path: Path) -> None:

@@ -36,6 +36,13 @@ class Schedule:
 
     rows: int
     train: TrainConfig
+    width: int = 0  # of the model
+
+    @property
+    def peak(self) -> float:
+        """Adam moves every weight by the rate; the more of them a sum has, the less each may move."""
+        scaled = self.train.lr_width and self.width
+        return self.train.lr * self.train.lr_width / self.width if scaled else self.train.lr
 
     @property
     def per_epoch(self) -> int:
@@ -48,7 +55,7 @@ class Schedule:
 
     def lr(self, step: int) -> float:
         """Linear warm-up, then half a cosine down to final_lr × lr."""
-        peak, warm = self.train.lr, max(1, round(self.train.warmup * self.steps))
+        peak, warm = self.peak, max(1, round(self.train.warmup * self.steps))
         if step < warm:
             return peak * (step + 1) / warm
         share = (step - warm) / max(1, self.steps - warm)
@@ -106,7 +113,7 @@ class Trainer:
         self.forest = Forest(train + heldout, share=how.tree)
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))
-        self.schedule = Schedule(len(train), run.recipe.train)
+        self.schedule = Schedule(len(train), run.recipe.train, stack.width)
         t = run.recipe.train
         self.optimizer = torch.optim.AdamW(
             parameters.values(), lr=t.lr, betas=(t.beta1, t.beta2), weight_decay=t.weight_decay, fused=True
