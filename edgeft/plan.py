@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 LIBRARIES_BYTES = 480 << 20  # Python, torch, transformers and the trainer's own tables, measured after loading
 LOGITS_BYTES = 64 << 20  # see model/packed.py: the largest piece of logits
-SMALLEST_MICRO_BATCH = 64
 MIB = 2**20
 
 
