@@ -109,18 +109,17 @@ def finetune(
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune, export to GGUF, and compare before and after. With no model and data: the embedded ones."""
-    from edgeft import pipeline
-    from edgeft.run import Run
+    from edgeft import stage
+    from edgeft.run import Run, model_source
 
-    if until not in pipeline.STAGES:
-        raise ConfigError(f"unknown stage `{until}`", f"known: {', '.join(pipeline.STAGES)}")
+    if until not in stage.STAGES:
+        raise ConfigError(f"unknown stage `{until}`", f"known: {', '.join(stage.STAGES)}")
     folder = out_folder if str(out_folder) != "." else Path("runs") / Path(recipe or "sparse-bp").stem
     choice, profile = _resolve(recipe, device, model, data, sets, folder if resume else None)
     screen = Screen(err if as_json else out)
     run = Run.start(folder, choice, resume)
-    screen.line(f"run {folder} · recipe {choice.name} · model {Path(pipeline.model_source(choice.model.path)).name}")
-    with screen:
-        result = pipeline.finetune(run, until, screen, profile.budget_bytes)
+    screen.line(f"run {folder} · recipe {choice.name} · model {Path(model_source(choice.model.path)).name}")
+    result = stage.finetune(run, until, profile.budget_bytes, to_stderr=as_json)
     if as_json:
         _print_json(result)
     elif result.get("eval"):
@@ -173,47 +172,112 @@ def _resolve(
 @command("eval")
 def evaluate(
     target: Annotated[str, typer.Argument(help="Run folder, GGUF file or Hugging Face folder.")],
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            "--suite", "-s", help="qa, choice, classify, perplexity, keep, demo or a YAML file. [default: qa]"
+        ),
+    ] = None,
     data: DataOption = None,
     base: Annotated[
         str | None, typer.Option(help="What to compare with. [default: the model it was tuned from]")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Score at most so many rows.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Compute anew what is stored with the run.")] = False,
+    lm_eval: Annotated[
+        list[str] | None,
+        typer.Option("--lm-eval", help="A task of lm-evaluation-harness, or its YAML file. May be repeated."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Held-out loss, exact match and F1 of the tuned model beside the base model."""
-    from edgeft import pipeline
+    """The tuned model beside the base model on the same held-out rows, with the difference and how sure it is."""
 
+    from edgeft.evaluate import compare
+
+    if lm_eval and (suite or data):
+        raise ConfigError("`--lm-eval` brings its own questions", "leave out --suite and --data")
     screen = Screen(err if as_json else out)
     with screen:
-        result = pipeline.evaluate(target, data, base, limit, screen)
+        result = (
+            compare.evaluate_harness(target, lm_eval, base, limit, screen)
+            if lm_eval
+            else compare.evaluate(target, data, base, limit, screen, suite, again)
+        )
     if as_json:
         _print_json(result)
+    elif lm_eval:
+        _print_tasks(result)
     else:
         _print_scores(result)
 
 
-def _print_scores(result: dict[str, Any]) -> None:
-    table = Table(title=f"{result['rows']} held-out rows", title_justify="left")
-    table.add_column("")
-    names = {"loss": "loss", "exact_match": "exact match", "f1": "F1", "contains": "contains answer"}
-    for title in names.values():
-        table.add_column(title, justify="right")
-    for who in ("base", "tuned"):
-        scores = result.get(who)
-        if scores is None:
-            continue
-        cells = [
-            "–" if scores.get(k) is None else f"{scores[k]:.4f}" if k == "loss" else f"{scores[k]:.1f} %" for k in names
-        ]
-        table.add_row(who, *cells)
+def _print_tasks(result: dict[str, Any]) -> None:
+    table = Table("task", "metric", "base", "tuned")
+    for task, values in result["tuned"].items():
+        for metric, value in values.items():
+            before = ((result["base"] or {}).get(task) or {}).get(metric)
+            table.add_row(task, metric, "–" if before is None else f"{before:.4f}", f"{value:.4f}")
     out.print()
     out.print(table)
+
+
+def _print_scores(result: dict[str, Any]) -> None:
+    from edgeft.report.words import METRICS, difference, figure, verdict
+
+    table = Table(title=f"{result['rows']} held-out rows", title_justify="left")
+    table.add_column("")
+    names = [name for name in METRICS if name in result["tuned"]]
+    for name in names:
+        table.add_column(METRICS[name], justify="right")
+    for who in ("base", "tuned"):
+        if result.get(who) is not None:
+            table.add_row(who, *(figure(name, result[who].get(name)) for name in names))
+    if result.get("difference"):
+        table.add_row("change", *(difference(name, result["difference"].get(name)) for name in names))
+    out.print()
+    out.print(table)
+    if result.get("verdict"):
+        out.print(verdict(result), markup=False, soft_wrap=True)
+    if result.get("changed"):
+        counts = result["changed"]
+        out.print(f"rows: {counts['better']} better, {counts['worse']} worse, {counts['same']} unchanged")
     for example in result.get("examples", []):
-        out.print(f"\n[bold]{_plain(example['question'])[:300]}[/]")
-        out.print(f"  expected  {_plain(example['answers'][0])}")
-        for who in ("base", "tuned"):
-            if example.get(who) is not None:
-                out.print(f"  {who:<8}  {_plain(example[who])[:300]}")
+        _print_example(example)
+    shown = [example["question"] for example in result.get("examples", [])]
+    for example in result.get("worse", [])[:3]:
+        if example["tuned"] is not None and example["question"] not in shown:
+            _print_example(example, " [red](worse than before)[/]")
+
+
+def _print_example(example: dict[str, Any], mark: str = "") -> None:
+    out.print(f"\n[bold]{_plain(example['question'])[:300]}[/]{mark}")
+    out.print(f"  expected  {_plain(example['answers'][0])}")
+    for who in ("base", "tuned"):
+        if example.get(who) is not None:
+            out.print(f"  {who:<8}  {_plain(example[who])[:300]}")
+
+
+@command()
+def report(
+    target: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    compare: Annotated[
+        list[Path] | None, typer.Option("--compare", metavar="RUN2", help="Another run beside it. May be repeated.")
+    ] = None,
+    card: Annotated[bool, typer.Option("--md", help="A short model card in Markdown instead.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File. [default: report.html in RUN]")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """One self-contained HTML file that tells how the run went and what came of it."""
+    from edgeft.report import write_card, write_report
+    from edgeft.run import Run
+
+    run = Run.open(target)
+    others = [Run.open(path) for path in compare or []]
+    place = write_card(run, output) if card else write_report(run, others, output)
+    if as_json:
+        _print_json({"path": str(place), "bytes": place.stat().st_size})
+    else:
+        out.print(f"wrote {place}", soft_wrap=True)
 
 
 # ---------------------------------------------------------------- export and chat
@@ -350,44 +414,66 @@ def devices() -> None:
     out.print(table)
 
 
+@command("cache")
+def show_cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Take away all that is not in use.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What runs share: the output of frozen blocks, so that a second run on the same rows starts at once."""
+    from edgeft import cache
+
+    root = cache.trunks()
+    freed, kept = cache.clear(root) if clear and root else (0, 0)
+    rows = cache.listing(root) if root else []
+    if as_json:
+        cleared = {"freed_bytes": freed} if clear else {}
+        _print_json({"folder": str(root), "bytes": sum(row["bytes"] for row in rows), **cleared, "entries": rows})
+        return
+    if clear:
+        out.print(f"freed {freed / 2**20:.1f} MiB" + (f"; {kept} in use and kept" if kept else ""))
+        return
+    from edgeft.screen import print_cache
+
+    print_cache(out, str(root), rows)
+
+
 @command()
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where runs lie.")] = Path("runs"), as_json: JsonOption = False
 ) -> None:
-    """The runs in a folder."""
+    """The runs in a folder, newest last: what was trained, and what it brought."""
+    from edgeft.report.story import summary
+    from edgeft.report.words import METRICS, duration, size
     from edgeft.run import runs as find
 
-    rows: list[dict[str, Any]] = []
-    for run in find(folder):
-        done, scores = run.read_json(run.done) or {}, run.read_json(run.evaluation) or {}
-        rows.append(
-            {
-                "run": run.path.name,
-                "recipe": run.recipe.name,
-                "state": "complete" if scores else "trained" if done else "not finished",
-                "base_loss": done.get("base_loss"),
-                "best_loss": done.get("best_loss"),
-                "base_f1": (scores.get("base") or {}).get("f1"),
-                "tuned_f1": (scores.get("tuned") or {}).get("f1"),
-                "train_seconds": done.get("train_seconds"),
-                "peak_bytes": done.get("peak_bytes"),
-            }
-        )
+    rows = [summary(run) for run in find(folder)]
     if as_json:
         _print_json(rows)
         return
-    table = Table("run", "recipe", "state", "held-out loss", "F1", "seconds", "peak")
+    table = Table("run", "recipe", "model", "rows", "held-out score", "memory", "time")
     for row in rows:
+        score, loss = row["score"], row["best_loss"]
+        told = row["state"]
+        if score is not None:
+            told = f"{METRICS[score['metric']]} {_arrow(score['metric'], score['base'], score['tuned'])}"
+        elif loss is not None:
+            told += f", loss {_arrow('loss', row['base_loss'], loss)}"
         table.add_row(
             row["run"],
             row["recipe"],
-            row["state"],
-            "" if row["best_loss"] is None else f"{row['base_loss']:.3f} → {row['best_loss']:.3f}",
-            "" if row["tuned_f1"] is None else f"{row['base_f1']:.1f} → {row['tuned_f1']:.1f}",
-            "" if row["train_seconds"] is None else f"{row['train_seconds']:.0f}",
-            "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f} GiB",
+            row["model"].removesuffix(".gguf"),
+            "" if row["train_rows"] is None else str(row["train_rows"]),
+            told,
+            "" if row["peak_bytes"] is None else size(row["peak_bytes"]),
+            "" if row["seconds"] is None else duration(row["seconds"]),
         )
     out.print(table if rows else f"no runs in {folder}")
+
+
+def _arrow(metric: str, before: float | None, after: float | None) -> str:
+    from edgeft.report.words import figure
+
+    return f"{figure(metric, before)} → {figure(metric, after)}"
 
 
 if __name__ == "__main__":

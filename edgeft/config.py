@@ -94,6 +94,9 @@ class TrainConfig:
         "grouped: rows that share a long prefix stand in the same step; shuffled: every row on its own",
         choices=("grouped", "shuffled"),
     )
+    token_share: float = knob(
+        1.0, "share of the positions that gradients pass through, trained ones always (TokenTune)", low=0.0, high=1.0
+    )
     validations: int = knob(4, "held-out loss is taken so many times in a run; the best checkpoint is kept", low=1)
 
 
@@ -107,8 +110,36 @@ class HowConfig:
     trunk: str = knob(
         "cache", "blocks below the cut: run once and cache their output, or run every time", choices=("cache", "rerun")
     )
-    trunk_dtype: str = knob("fp16", "precision of the trunk cache", choices=("fp16", "fp32"))
+    trunk_dtype: str = knob("fp16", "precision of the trunk cache", choices=("fp16", "fp32", "int8"))
+    trunk_place: str = knob(
+        "shared",
+        "where the trunk cache lies: shared between runs in the user's cache folder, or in the run folder",
+        choices=("shared", "run"),
+    )
+    trunk_cache_bytes: int = knob(20 << 30, "the shared trunk cache's limit: the least recently used goes", low=0)
+    trunk_order: str = knob(
+        "rows",
+        "rows: all trunk blocks for a few rows at a time; blocks: one block for all rows, its weights alone in memory",
+        choices=("rows", "blocks"),
+    )
     tree: bool = knob(True, "compute shared prefixes of rows once")
+    supervised_only: bool = knob(
+        True, "head, and the last block beyond its keys and values, for trained positions alone"
+    )
+    prune: bool = knob(True, "compute no gradient that nobody uses; false only shows what that saves")
+    compile: str = knob(
+        "auto",
+        "own C++ kernels, compiled once for this processor; auto: where the run is long enough to pay for it",
+        choices=("auto", "on", "off"),
+    )
+    optimizer_state: str = knob(
+        "fp32",
+        "AdamW's moments; 8bit: a quarter of the memory, by bitsandbytes, slow on most CPUs",
+        choices=("fp32", "8bit"),
+    )
+    step_in_place: bool = knob(
+        False, "update a tensor as soon as its gradient is there, and free that; needs train.clip=0"
+    )
     checkpoint_s: float = knob(120.0, "seconds between checkpoints", low=0.0)
     keep_checkpoints: int = knob(2, "newest checkpoints kept beside the best", low=1)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgeft import cache
 from edgeft.config import Device
 
 ROOT = Path("/")
@@ -242,12 +243,8 @@ def cpu_name(root: Path = ROOT) -> str:
 
 def gemm_cache() -> Path | None:
     """The user's cache file; None where there is no home folder."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # the standard ignores relative ones
-    except RuntimeError:
-        return None
-    return folder / "edgeft" / "gemm.json"
+    folder = cache.folder()
+    return folder / "gemm.json" if folder else None
 
 
 def gemm_key(cpu: str, threads: int) -> str:

@@ -53,6 +53,14 @@ class ExportError(EdgeftError):
     exit_code = 7
 
 
+class KilledError(EdgeftError):
+    """A stage's process was killed by a signal; the exit code is 128 + its number, as in a shell."""
+
+    def __init__(self, message: str, hint: str, number: int) -> None:
+        super().__init__(message, hint)
+        self.exit_code = 128 + number
+
+
 class StoppedError(EdgeftError):
     """Ctrl-C or SIGTERM, after a checkpoint was written."""
 

@@ -1,6 +1,6 @@
 """The stages of a run, in order: prepare, trunk and train, export, evaluate.
 
-A stage hands over through files in the run folder; one that is complete is not done again.
+A stage hands over through files in the run folder; stage.py runs each in a process of its own.
 """
 
 from __future__ import annotations
@@ -8,43 +8,35 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from edgeft import device
-from edgeft.config import DataConfig, Recipe
+from edgeft.config import Recipe
 from edgeft.data import rows as data_rows
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
-from edgeft.errors import DataError, EdgeftError, ExportError, ModelError, RunError
-from edgeft.model import DEMO_HUB_ID, demo_model, is_gguf
+from edgeft.errors import DataError, ExportError, ModelError, RunError
+from edgeft.model import is_gguf
 from edgeft.model.gguf import GGUF
 from edgeft.run import Run
+from edgeft.run import model_source as model_source
 from edgeft.train.progress import Progress
 
 if TYPE_CHECKING:
-    from edgeft.evaluate.score import Scores
+    from edgeft.model.kernels import Kernels
     from edgeft.model.stack import Stack
-    from edgeft.model.tokenizer import Tokenizer
+    from edgeft.plan import Shape
     from edgeft.sparse.scheme import Scheme
 
-STAGES = ("prepare", "train", "export", "eval")
 VERIFY_ROWS = 12  # held-out rows on which an exported file must agree with the trainer
-
-
-def model_source(path: str | None) -> str:
-    """What `--model` means: a file, a folder, a hub id, or with nothing the embedded model."""
-    if path is not None:
-        return path
-    embedded = demo_model()
-    return str(embedded) if embedded else DEMO_HUB_ID
 
 
 def check_model(source: str, frozen: str = "auto") -> None:
     """Refuses what cannot be trained before any work is done; reads a header only."""
-    from edgeft.model.stack import check_architecture, check_frozen
+    from edgeft.model.header import check_architecture, check_frozen
 
     if is_gguf(source):
         check_architecture(GGUF.open(source))
@@ -115,41 +107,57 @@ def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]
 # ---------------------------------------------------------------- train
 
 
-def build(recipe: Recipe) -> tuple[Stack, Scheme, dict[str, Any]]:
+def build(recipe: Recipe, kernels: Kernels | None = None) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The model with the recipe's scheme in it, untrained: (stack, scheme, trained parameters by name)."""
     from edgeft.model.stack import load
     from edgeft.sparse import scheme
 
     use_threads(recipe.how.threads)
-    stack = load(model_source(recipe.model.path), recipe.model.frozen)
+    lean = kernels is not None and recipe.update.method != "lora"  # PEFT needs transformers anyway
+    stack = load(model_source(recipe.model.path), recipe.model.frozen, lean)
+    stack.kernels = kernels
     chosen = scheme.make(recipe.update, stack.depth, stack.arch)
     return stack, chosen, scheme.apply(stack, chosen, recipe.train.seed)
 
 
-def make_plan(run: Run, longest: int, budget_bytes: int, progress: Progress) -> None:
+def make_plan(run: Run, shape: Shape, scheme: Scheme, longest: int, budget_bytes: int, progress: Progress) -> None:
     """Says what the run will need, and chooses how it fits; DoesNotFitError if nothing does."""
     from edgeft import plan
-    from edgeft.sparse import scheme
 
-    source = model_source(run.recipe.model.path)
-    shape = plan.shape_of(source, run.recipe.model.frozen)
-    chosen = scheme.make(run.recipe.update, shape.depth, GGUF.open(source).arch if is_gguf(source) else "llama")
-    found = plan.fit(run.recipe, shape, chosen, longest, budget_bytes)
+    found = plan.fit(run.recipe, shape, scheme, longest, budget_bytes)
     run.write_json(run.path / "plan.json", found)
     progress.line(plan.describe(found))
 
 
+def choose_engine(run: Run, shape: Shape, scheme: Scheme, rows: list[Encoded], progress: Progress) -> Kernels | None:
+    from edgeft.train import engine
+    from edgeft.train.loop import Schedule
+    from edgeft.work import step_flops
+
+    tokens, targets = sum(len(r.ids) for r in rows), sum(int(r.trained.sum()) for r in rows)
+    epochs = Schedule(len(rows), run.recipe.train).steps * run.recipe.train.batch_rows / len(rows)
+    flops = epochs * step_flops(shape, scheme, tokens, 0, targets, 0, targets)
+    return engine.choose(run, shape.head, shape.gate, flops, progress)
+
+
 def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     """Up to the best checkpoint."""
-    rows, heldout = prepare(run, progress)
+    if not run.tokens.is_file():
+        prepare(run, progress)
     if run.done.is_file():
         return
-    if budget_bytes:
-        make_plan(run, max(len(r.ids) for r in rows + heldout), budget_bytes, progress)
+    from edgeft import plan
+    from edgeft.cache import model_id
+    from edgeft.sparse import scheme as schemes
     from edgeft.train.loop import Trainer
-    from edgeft.train.trunk import model_id
 
-    stack, scheme, parameters = build(run.recipe)
+    rows, heldout = data_tokens.load(run.tokens, texts=False)
+    source = model_source(run.recipe.model.path)
+    shape = plan.shape_of(source, run.recipe.model.frozen)
+    planned = schemes.make(run.recipe.update, shape.depth, GGUF.open(source).arch if is_gguf(source) else "llama")
+    if budget_bytes:
+        make_plan(run, shape, planned, max(len(r.ids) for r in rows + heldout), budget_bytes, progress)
+    stack, scheme, parameters = build(run.recipe, choose_engine(run, shape, planned, rows, progress))
     trained = sum(p.numel() for p in parameters.values())
     progress.line(
         f"scheme: {run.recipe.update.method}, blocks {scheme.blocks[0]} to {scheme.blocks[-1]} of {stack.depth} "
@@ -158,7 +166,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     run.log(event="scheme", cut=scheme.cut, blocks=list(scheme.blocks), trained_parameters=trained)
     trainer = Trainer(run, stack, scheme, parameters, rows, heldout, progress)
     progress.line(f"{trainer.schedule.steps} steps, peak learning rate {trainer.schedule.peak:.2g}")
-    trainer.fit(model_id(model_source(run.recipe.model.path)))
+    trainer.fit(model_id(source))
 
 
 def trained_stack(run: Run) -> tuple[Stack, Scheme, dict[str, Any]]:
@@ -240,127 +248,6 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -
     return result
 
 
-# ---------------------------------------------------------------- evaluate
-
-
-def evaluation_rows(data: DataConfig, tokenizer: Tokenizer, limit: int) -> list[Encoded]:
-    """Held-out rows of any data, ready for scoring."""
-    dataset = data_rows.load(data, for_eval=True)
-    encoded, dropped = data_tokens.encode_rows(dataset.heldout[:limit], tokenizer, data.max_tokens, data.system)
-    if not encoded:
-        reason = dropped[0][1] if dropped else "there are none"
-        raise DataError(f"no held-out row can be scored: {reason}", "name a file with --data")
-    return encoded
-
-
-def score_file(path: str, rows: list[Encoded], max_new: int, progress: Progress, name: str) -> Scores:
-    """A GGUF file, as llama.cpp runs it."""
-    from edgeft.evaluate.llamacpp import LlamaFile
-    from edgeft.evaluate.score import score
-    from edgeft.model.tokenizer import open_tokenizer
-
-    longest = max(len(r.ids) for r in rows) + max_new
-    progress.stage(f"evaluate {name}", 1.0)
-    with LlamaFile(path, n_ctx=max(2048, 4 * longest)) as file:
-        found = score(file, open_tokenizer(path), rows, max_new)
-    progress.end()
-    return found
-
-
-def score_stack(
-    stack: Stack, tokenizer: Tokenizer, rows: list[Encoded], max_new: int, progress: Progress, name: str
-) -> Scores:
-    """The trainer's own model."""
-    from edgeft.evaluate.score import score
-    from edgeft.evaluate.trainer import StackScorer
-
-    progress.stage(f"evaluate {name}", 1.0)
-    found = score(StackScorer(stack, tokenizer.eog), tokenizer, rows, max_new)
-    progress.end()
-    return found
-
-
-def evaluate_run(run: Run, rows: list[Encoded], progress: Progress, base: str | None = None) -> dict[str, Any]:
-    """Base and tuned model, both in the trainer."""
-    from edgeft.evaluate.score import compare
-    from edgeft.model.stack import load
-    from edgeft.model.tokenizer import open_tokenizer
-
-    source = model_source(run.recipe.model.path)
-    tokenizer, max_new = open_tokenizer(source), run.recipe.eval.max_new_tokens
-    tuned_stack, _, _ = trained_stack(run)
-    tuned = score_stack(tuned_stack, tokenizer, rows, max_new, progress, "tuned model")
-    del tuned_stack
-    before = score_stack(
-        load(base or source, run.recipe.model.frozen), tokenizer, rows, max_new, progress, "base model"
-    )
-    return compare(before, tuned)
-
-
-def evaluate_files(base: str, tuned: str, rows: list[Encoded], max_new: int, progress: Progress) -> dict[str, Any]:
-    """Two GGUF files, both in llama.cpp."""
-    from edgeft.evaluate.score import compare
-
-    return compare(
-        score_file(base, rows, max_new, progress, "base model"),
-        score_file(tuned, rows, max_new, progress, "tuned model"),
-    )
-
-
-def evaluate(target: str, data: str | None, base: str | None, limit: int | None, progress: Progress) -> dict[str, Any]:
-    """`edgeft eval`: a run or a Hugging Face folder in the trainer, a GGUF file in llama.cpp; beside its base."""
-    from edgeft.evaluate.score import compare
-    from edgeft.model.stack import load
-    from edgeft.model.tokenizer import open_tokenizer
-
-    place = Path(target)
-    folder = place if (place / "recipe.yaml").is_file() else place.parent
-    run = Run.open(folder) if (folder / "recipe.yaml").is_file() else None
-    is_run = run is not None and folder == place
-    if not is_run:
-        check_model(target)
-    recipe = run.recipe if run else Recipe()
-    limit = limit or recipe.eval.rows
-    max_new = recipe.eval.max_new_tokens
-    origin = base or (model_source(recipe.model.path) if run else base_of(target))
-    if data is None and run is not None and run.tokens.is_file():
-        rows = data_tokens.load(run.tokens)[1][:limit]
-        if not rows:
-            raise DataError(f"{run.path} has no held-out rows", "name a file with --data")
-    else:
-        config = replace(recipe.data, path=data, heldout=None if data else recipe.data.heldout)
-        rows = evaluation_rows(config, open_tokenizer(origin if is_run and origin else target), limit)
-    if run is not None and is_run:
-        found = evaluate_run(run, rows, progress, base)
-        if data is None and base is None:
-            run.write_json(run.path / "eval-trainer.json", found)
-        return found
-
-    def score_any(path: str, name: str) -> Scores:
-        if is_gguf(path):
-            return score_file(path, rows, max_new, progress, name)
-        return score_stack(load(path, "dense"), open_tokenizer(path), rows, max_new, progress, name)
-
-    tuned = score_any(target, "tuned model")
-    if origin is None:
-        progress.line("its base model is not known here: name it with --base to compare")
-    return compare(score_any(origin, "base model") if origin else None, tuned)
-
-
-def base_of(target: str) -> str | None:
-    """The model that an exported file was tuned from, if it lies beside it or is the embedded one."""
-    if not is_gguf(target):
-        return None
-    name = GGUF.open(target).get_key("edgeft.base")
-    if not isinstance(name, str) or not name:
-        return None
-    embedded = demo_model()
-    for candidate in (Path(target).parent / Path(name).name, embedded):
-        if candidate is not None and candidate.name == name and candidate.is_file():
-            return str(candidate)
-    return None
-
-
 def chat_file(target: Path) -> Path:
     """The GGUF file that `edgeft chat RUN|FILE` means."""
     if not target.is_dir():
@@ -375,38 +262,24 @@ def chat_file(target: Path) -> Path:
 # ---------------------------------------------------------------- all of it
 
 
-def finetune(run: Run, until: str, progress: Progress, budget_bytes: int = 0) -> dict[str, Any]:
-    """Every stage up to `until`; what comes out stands in the run folder."""
+def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> None:
+    """One stage of `edgeft finetune`, in the process that stage.py gave it; what comes out stands in the run folder."""
     source = model_source(run.recipe.model.path)
-    result: dict[str, Any] = {"run": str(run.path)}
-    try:
+    if name == "prepare":
         check_model(source, run.recipe.model.frozen)
         check_scheme(run.recipe, source)
         prepare(run, progress)
-    except EdgeftError:
-        run.discard_if_empty()  # a mistake in the call leaves no folder behind
-        raise
-    if until == "prepare":
-        return result
-    train(run, progress, budget_bytes)
-    result |= run.read_json(run.done) or {}
-    if until == "train":
-        return result
-    exported = run.path / "export.json"
-    if not (run.model.is_file() and exported.is_file()):
-        run.write_json(exported, export(run, "gguf", run.recipe.export.type, run.model, progress))
-    result["export"] = run.read_json(exported)
-    if until == "export":
-        return result
-    if not run.evaluation.is_file():
+    elif name == "train":
+        train(run, progress, budget_bytes)
+    elif name == "export":
+        run.write_json(run.exported, export(run, "gguf", run.recipe.export.type, run.model, progress))
+    elif name == "eval":
         _, heldout = data_tokens.load(run.tokens)
         rows = heldout[: run.recipe.eval.rows]
         if rows:
-            found = (
+            from edgeft.evaluate.compare import evaluate_files, evaluate_run
+
+            if is_gguf(source):
                 evaluate_files(source, str(run.model), rows, run.recipe.eval.max_new_tokens, progress)
-                if is_gguf(source)
-                else evaluate_run(run, rows, progress)
-            )
-            run.write_json(run.evaluation, found)
-    result["eval"] = run.read_json(run.evaluation)
-    return result
+            else:
+                evaluate_run(run, rows, progress)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from edgeft.config import HowConfig, Recipe
+from edgeft.config import TENSORS, HowConfig, Recipe
 from edgeft.errors import ConfigError, DoesNotFitError
-from edgeft.model import is_gguf
+from edgeft.model import compiled, is_gguf
 from edgeft.model.gguf import GGUF
+from edgeft.model.header import header_values
 
 if TYPE_CHECKING:
     from edgeft.sparse.scheme import Scheme
@@ -32,6 +34,8 @@ class Shape:
     key: int  # of all key heads
     ffn: int
     vocabulary: int
+    head: int  # values of one head
+    gate: str  # the activation between gate and up
     file_bytes: int  # packed weights as they sit in memory, or are mapped
 
     def linear(self, tensor: str) -> tuple[int, int]:
@@ -46,34 +50,43 @@ class Shape:
             "down": (self.width, self.ffn),
         }[tensor]
 
+    def linears(self) -> list[tuple[str, int, int]]:
+        """(tensor, outputs, inputs) of a block."""
+        return [(name, *self.linear(name)) for name in TENSORS]
+
     @property
     def block_parameters(self) -> int:
-        return sum(rows * cols for rows, cols in map(self.linear, ("q", "k", "v", "o", "gate", "up", "down")))
+        return sum(rows * cols for _, rows, cols in self.linears())
 
 
-def shape_of(source: str, frozen: str) -> Shape:
-    """From a GGUF header or a Hugging Face configuration; no weight is read."""
-    if is_gguf(source):
-        from edgeft.model.stack import gguf_config
-
-        gguf = GGUF.open(source)
-        config = gguf_config(gguf)
-        size = sum(t.nbytes for t in gguf.tensors.values())
-    else:
-        from edgeft.model.hf import read_config, resolve
-
-        config = read_config(resolve(source))
-        size = 0
+def shape_of_config(config: Any, file_bytes: int = 0) -> Shape:
+    """From transformers' configuration of a model."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = Shape(
+    return Shape(
         depth=config.num_hidden_layers,
         width=config.hidden_size,
         query=config.num_attention_heads * head,
         key=config.num_key_value_heads * head,
         ffn=config.intermediate_size,
         vocabulary=config.vocab_size,
-        file_bytes=size,
+        head=head,
+        gate=getattr(config, "hidden_act", "silu"),
+        file_bytes=file_bytes,
     )
+
+
+def shape_of(source: str, frozen: str) -> Shape:
+    """From a GGUF header or a Hugging Face configuration; no weight is read."""
+    if is_gguf(source):
+        gguf = GGUF.open(source)
+        config: Any = SimpleNamespace(**header_values(gguf))
+        size = sum(t.nbytes for t in gguf.tensors.values())
+    else:
+        from edgeft.model.hf import read_config, resolve
+
+        config = read_config(resolve(source))
+        size = 0
+    shape = shape_of_config(config, size)
     bytes_each = {"dense": 4.0, "int8": 1.01}.get(frozen, 0.57 if not is_gguf(source) else 0.0)
     if bytes_each:  # unpacked, or packed anew: not the file's own bytes
         tables = shape.vocabulary * shape.width * (2 if not is_gguf(source) else 1)
@@ -99,9 +112,14 @@ def estimate(shape: Shape, scheme: Scheme, how: HowConfig, longest: int) -> dict
     top = shape.depth - scheme.cut
     trained = trained_parameters(shape, scheme)
     w, f = shape.width, shape.ffn
-    # float32 values that autograd keeps per token and block: two norms' inputs and outputs, q k v and the attention's
-    # output (twice: before and after the heads are put together), gate, its activation, up, and what down reads
-    kept = 4 * w + shape.query * 3 + shape.key * 2 + 4 * f
+    if how.compile == "on" or (how.compile == "auto" and compiled.is_built()):
+        # float32 values kept per token and block: the stream before each norm and their outputs, q k v, the attention's
+        # output, gate and up
+        kept = 4 * w + shape.query * 2 + shape.key * 2 + 2 * f
+    else:
+        # plain torch: q k v and the attention's output twice (before and after the heads are put together), gate, its
+        # activation, up, and what down reads
+        kept = 4 * w + shape.query * 3 + shape.key * 2 + 4 * f
     if scheme.method == "lora":
         kept += len(scheme.tensors) * (scheme.rank + w // 2)
     activations = tokens * 4 * (top * w + 2 * kept if how.recompute else (top + 1) * kept)

@@ -16,15 +16,25 @@ from typing import IO, Any
 
 from edgeft import config
 from edgeft.errors import ConfigError, RunError
+from edgeft.model import DEMO_HUB_ID, demo_model
+
+LOCK_WAIT_S = 1.0  # a process that was killed a moment ago may still be on its way out
+
+
+def model_source(path: str | None) -> str:
+    """What `--model` means: a file, a folder, a hub id, or with nothing the embedded model."""
+    if path is not None:
+        return path
+    embedded = demo_model()
+    return str(embedded) if embedded else DEMO_HUB_ID
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, hint: str = "choose another place with -o") -> Iterator[None]:
     """Turns what the system says about a failed write into one line and a hint."""
     try:
         yield
     except OSError as error:
-        hint = "choose another place with -o"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             hint = f"free some space (an interrupted run goes on with --resume), or {hint}"
         raise RunError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", hint) from None
@@ -57,6 +67,20 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What is missing or damaged is None."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(values, indent=1).encode())
+
+
 class Run:
     """A run folder and the names of what lies in it."""
 
@@ -64,12 +88,14 @@ class Run:
         self.path, self.recipe = path, recipe
         self.recipe_file = path / "recipe.yaml"
         self.tokens = path / "tokens.npz"
-        self.trunk = path / "trunk.bin"
+        self.trunk = path / "trunk"  # with how.trunk_place=run, or where the shared cache cannot be used
         self.checkpoints = path / "checkpoints"
         self.best = path / "best.safetensors"
         self.metrics = path / "metrics.jsonl"
         self.done = path / "done.json"
+        self.exported = path / "export.json"
         self.evaluation = path / "eval.json"
+        self.peaks = path / "peaks.json"  # bytes, by stage
         self.model = path / "model.gguf"
         self._lock: IO[str] | None = None
 
@@ -119,10 +145,21 @@ class Run:
 
         with writing(self.path / "lock"):
             self._lock = (self.path / "lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(f"{self.path} is in use by another process", "wait for it, or stop it first") from None
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise RunError(
+                        f"{self.path} is in use by another process", "wait for it, or stop it first"
+                    ) from None
+            time.sleep(0.05)
+
+    def lock_handle(self) -> int | None:
+        """For a stage's own process, which holds the same lock until it ends."""
+        return None if self._lock is None else self._lock.fileno()
 
     def discard_if_empty(self) -> None:
         """Takes away a folder in which nothing has been made yet."""
@@ -141,15 +178,10 @@ class Run:
             file.write(json.dumps({"time": round(time.time(), 3), **values}) + "\n")
 
     def read_json(self, path: Path) -> dict[str, Any] | None:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
+        return read_json(path)
 
     def write_json(self, path: Path, values: dict[str, Any]) -> None:
-        with replacing(path) as file:
-            file.write(json.dumps(values, indent=1).encode())
+        write_json(path, values)
 
     def events(self) -> list[dict[str, Any]]:
         """What metrics.jsonl holds; a last line cut off by a crash is left out."""

@@ -84,6 +84,19 @@ def key_values(console: Console, rows: list[tuple[str, str]]) -> None:
     console.print(table)
 
 
+def print_cache(console: Console, folder: str, rows: list[dict[str, Any]]) -> None:
+    """`edgeft cache`."""
+    table = Table("model", "cut", "tokens", "dtype", "size", "last used", "state")
+    for row in rows:
+        values = ("" if row[name] is None else str(row[name]) for name in ("model", "cut", "tokens", "dtype"))
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["used"]))
+        table.add_row(*map(Text, values), f"{row['bytes'] / 2**20:.1f} MiB", used, row["state"])
+    if rows:
+        console.print(table)
+    total = sum(row["bytes"] for row in rows) / 2**20
+    console.print(f"{folder}: {total:.1f} MiB" if rows else f"{folder} is empty", markup=False, soft_wrap=True)
+
+
 def print_data(console: Console, found: dict[str, Any]) -> None:
     """`edgeft data`: counts, lengths, what is lost and why, one row as the model sees it."""
     shared = found["shared_prefix"]

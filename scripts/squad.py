@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from edgeft import pipeline
 from edgeft.data import tokens
-from edgeft.run import Run
+from edgeft.evaluate import compare
+from edgeft.run import Run, model_source
 from edgeft.train.progress import Progress
 
 
@@ -78,9 +78,9 @@ def main() -> None:
             rows = tokens.load(run.tokens)[1][: args.dev_rows]
             limit, quiet = run.recipe.eval.max_new_tokens, Progress()
             if base is None:
-                source = pipeline.model_source(args.model)
-                base = pipeline.score_file(source, rows, limit, quiet, "base").figures()
-            tuned = pipeline.score_file(str(run.model), rows, limit, quiet, recipe).figures()
+                source = model_source(args.model)
+                base = compare.score_file(source, rows, limit, quiet, "base").figures()
+            tuned = compare.score_file(str(run.model), rows, limit, quiet, recipe).figures()
             results.append({"recipe": recipe, "rows": len(rows), "base": base, "tuned": tuned, **done})
             if args.out:
                 args.out.write_text(json.dumps(results, indent=1))

@@ -15,6 +15,12 @@ from edgeft.model import demo_model
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line does: waiting threads soon sleep
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test reads or writes the user's cache, nor do the processes that it starts."""
+    os.environ["EDGEFT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def model() -> Path:
     path = demo_model()

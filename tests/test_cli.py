@@ -44,6 +44,7 @@ def test_finetune_leaves_a_whole_run(finished: tuple[Path, dict[str, object]], m
         "model.gguf",
         "Modelfile",
         "eval.json",
+        "report.html",
     } <= names
     assert result["best_loss"] < result["base_loss"]  # type: ignore[operator]
     scores = result["eval"]
@@ -60,7 +61,7 @@ def test_finetune_leaves_a_whole_run(finished: tuple[Path, dict[str, object]], m
 
 
 def _tensors(run: Run) -> list[str]:
-    from edgeft.model.stack import LINEARS
+    from edgeft.model.header import LINEARS
 
     return [LINEARS[t][1] for t in run.recipe.update.tensors]
 
@@ -90,6 +91,38 @@ def test_a_file_elsewhere_finds_the_embedded_base_and_data(
     found = json.loads(edgeft("eval", tmp_path / "mine.gguf", "--limit", 3, "--json").stdout)
     assert found["rows"] == 3
     assert found["tuned"]["loss"] < found["base"]["loss"]
+
+
+@pytest.mark.slow
+def test_results_are_stored_with_the_run_and_not_computed_twice(
+    finished: tuple[Path, dict[str, object]], edgeft: Edgeft
+) -> None:
+    folder, result = finished
+    kept = {p: p.stat().st_mtime_ns for p in (folder / "eval").glob("qa-*.json")}
+    assert {p.name.split("-")[1] for p in kept} == {"base", "tuned"}
+    again = json.loads(edgeft("eval", folder / "model.gguf", "--json").stdout)
+    assert again == result["eval"]
+    assert kept == {p: p.stat().st_mtime_ns for p in kept}
+    fresh = json.loads(edgeft("eval", folder / "model.gguf", "--again", "--json").stdout)
+    assert fresh["tuned"] == pytest.approx(again["tuned"], abs=1e-6)
+    assert any(kept[p] != p.stat().st_mtime_ns for p in kept)
+
+
+@pytest.mark.slow
+def test_suites_and_leaks_on_a_run(finished: tuple[Path, dict[str, object]], edgeft: Edgeft) -> None:
+    folder, result = finished
+    assert result["eval"]["leaks"] == []  # type: ignore[index]
+    train = Path(Run.open(folder).recipe.data.path or "") / "train.jsonl"
+    leaking = edgeft("eval", folder / "model.gguf", "--data", train, "--limit", 3, "--json")
+    assert "3 of 3 held-out rows are in the training set" in leaking.stderr
+    found = json.loads(leaking.stdout)
+    assert [leak["kind"] for leak in found["leaks"]] == ["exact"] * 3
+    keep = edgeft("eval", folder / "model.gguf", "--suite", "keep", "--limit", 2)
+    assert keep.returncode == 0, keep.stderr
+    assert "perplexity" in keep.stdout
+    unknown = edgeft("eval", folder, "--suite", "nope")
+    assert unknown.returncode == 2
+    assert "keep" in unknown.stderr
 
 
 @pytest.mark.slow

@@ -384,6 +384,7 @@ def test_profile_in_a_small_container_is_auto(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("EDGEFT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(doctor, "TRIAL_S", 0.01)
     return tmp_path / "cache/edgeft/gemm.json"
@@ -426,6 +427,9 @@ def test_cache_that_cannot_be_written(cache: Path) -> None:
 
 
 def test_cache_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEFT_CACHE", str(tmp_path / "mine"))
+    assert device.gemm_cache() == tmp_path / "mine/gemm.json"
+    monkeypatch.delenv("EDGEFT_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says to ignore it
     assert device.gemm_cache() == tmp_path / ".cache/edgeft/gemm.json"

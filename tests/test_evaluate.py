@@ -13,9 +13,26 @@ from edgeft.config import DataConfig
 from edgeft.data.rows import Row, load
 from edgeft.data.tokens import Encoded, encode_rows, prompt_ids
 from edgeft.errors import ConfigError, DataError, ModelError
-from edgeft.evaluate import llamacpp, metrics
+from edgeft.evaluate import leak, llamacpp, metrics
+from edgeft.evaluate.ask import Ask, Progress, Said
 from edgeft.evaluate.llamacpp import LlamaFile
-from edgeft.evaluate.score import METRICS, Record, Scores, compare, load_suite, score, suites, telling
+from edgeft.evaluate.paired import bootstrap
+from edgeft.evaluate.score import (
+    METRICS,
+    Record,
+    Scores,
+    compare,
+    from_json,
+    load_suite,
+    nearest_label,
+    score,
+    score_items,
+    suites,
+    take,
+    telling,
+    to_json,
+)
+from edgeft.evaluate.suite import Suite, read_items
 from edgeft.model import demo_model
 from edgeft.model.tokenizer import GgufTokenizer
 
@@ -254,16 +271,21 @@ def test_bad_file_is_a_model_error(tmp_path: Path, kind: str, capfd: pytest.Capt
 
 
 class Parrot:
-    """Knows the right tokens of every row whose prompt is in `right`, and says nothing to others."""
+    """Knows the right tokens of every row whose prompt is in `right`, and says nothing to others; 1.5 nats a token."""
 
     def __init__(self, rows: list[Encoded], right: int) -> None:
         self.known = {tuple(prompt_ids(row)): row.ids[len(prompt_ids(row)) : -1].tolist() for row in rows[:right]}
 
-    def loss(self, rows: Sequence[Encoded]) -> tuple[float, int]:
-        return 3.0 * len(rows), 2 * len(rows)
-
-    def generate(self, prompts: Sequence[Sequence[int]], max_new: int) -> list[list[int]]:
-        return [self.known.get(tuple(prompt), [])[:max_new] for prompt in prompts]
+    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Said]:
+        return [
+            Said(
+                1.5 * len(ask.targets),
+                [1.5 * len(option) for option in ask.options],
+                [False] * len(ask.options),
+                self.known.get(tuple(ask.prompt), [])[:max_new],
+            )
+            for ask in asks
+        ]
 
 
 @needs_model
@@ -274,10 +296,12 @@ def test_score_counts_rows_and_answers(rows: list[Encoded], tokenizer: GgufToken
     ]
     found = score(Parrot(asked, 3), tokenizer, [*asked, text], 32)
     assert found.loss == 1.5
+    assert found.perplexity == pytest.approx(np.exp(1.5))
     assert found.rows == len(asked) + 1
-    assert len(found.records) == len(asked)
+    assert sum(record.tokens for record in found.records) == sum(int(row.trained.sum()) for row in [*asked, text])
     assert found.exact_match == found.f1 == found.contains == pytest.approx(100 * 3 / len(asked))
-    assert found.records[-1].question == "How long is its cord?"  # without its passage
+    assert found.accuracy is None
+    assert found.records[-2].question == "How long is its cord?"  # without its passage
     only_text = score(Parrot([], 0), tokenizer, [text], 32)
     assert (only_text.exact_match, only_text.f1, only_text.contains) == (None, None, None)
     with pytest.raises(DataError):
@@ -288,35 +312,117 @@ def test_score_counts_rows_and_answers(rows: list[Encoded], tokenizer: GgufToken
 @pytest.mark.slow
 def test_llama_cpp_is_a_scorer(file: LlamaFile, rows: list[Encoded], tokenizer: GgufTokenizer) -> None:
     found = score(file, tokenizer, rows[:4], 8)
-    assert 1 < found.loss < 12  # made-up facts: not known, not absurd either
+    assert 1 < (found.loss or 0) < 12  # made-up facts: not known, not absurd either
     assert all(record.output for record in found.records)
+
+
+@needs_model
+@pytest.mark.slow
+def test_one_pass_gives_what_single_ones_give(file: LlamaFile) -> None:
+    """Options, their greedy flags, targets in the prompt and the answer: as one by one, from an empty cache."""
+    france, italy = file.tokenize("The capital of France is"), file.tokenize("The capital of Italy is")
+    options = [file.tokenize(text, add_bos=False) for text in (" Paris, a", " Paris. It", " Rome", " a city")]
+    asks = [
+        Ask(france, [2, 4], options, generate=True),
+        Ask(italy, [], [file.generate([italy], 6)[0]], generate=True),  # the option is what greedy decoding gives
+        Ask(france, [], options[2:]),
+    ]
+    said = file.ask(asks, 8)
+    for ask, one in zip(asks, said, strict=True):
+        row = ask.prompt
+        logs = log_softmax(file, row, [t - 1 for t in ask.targets])
+        assert one.prompt_nll == pytest.approx(-sum(logs[i][row[t]] for i, t in enumerate(ask.targets)), abs=1e-2)
+        for option, nll, greedy in zip(ask.options, one.option_nll, one.option_greedy, strict=True):
+            whole = row + option
+            logs = log_softmax(file, whole, range(len(row) - 1, len(whole) - 1))
+            assert nll == pytest.approx(-sum(logs[i][token] for i, token in enumerate(option)), abs=1e-2)
+            assert greedy == all(int(logs[i].argmax()) == token for i, token in enumerate(option))
+        forget(file)
+        assert one.output == (file.generate([row], 8)[0] if ask.generate else [])
+    assert said[1].option_greedy == [True]
+    assert said[0].option_nll[2:] == pytest.approx(said[2].option_nll, abs=1e-2)
+
+
+def log_softmax(file: LlamaFile, ids: list[int], at: Sequence[int]) -> np.ndarray:
+    forget(file)
+    logits = file.target_logits(ids, list(at)).astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)) if len(logits) else logits
+
+
+@needs_model
+@pytest.mark.slow
+def test_trainer_and_llama_cpp_say_the_same(file: LlamaFile, tokenizer: GgufTokenizer) -> None:
+    from edgeft.evaluate.trainer import StackScorer
+    from edgeft.model.stack import load as load_stack
+
+    assert MODEL
+    prompt = file.tokenize("Question: What do bees make?\nAnswer:")
+    options = [file.tokenize(text, add_bos=False) for text in (" honey", " wood and stone", " milk")]
+    text = file.tokenize("Cheese ripens slowly in a cool and humid place.")
+    asks = [Ask(prompt, [], options, generate=True), Ask(text, list(range(1, len(text))))]
+    seen: list[tuple[int, int]] = []
+    ours = StackScorer(load_stack(MODEL), tokenizer.eog).ask(asks, 4, lambda *n: seen.append(n))
+    theirs = file.ask(asks, 4)
+    assert ours[0].option_nll == pytest.approx(theirs[0].option_nll, rel=0.05, abs=0.1)
+    assert ours[1].prompt_nll == pytest.approx(theirs[1].prompt_nll, rel=0.03)
+    assert ours[0].output[:1] == theirs[0].output[:1]
+    assert seen[-1] == (2, 2)
 
 
 def made(*outputs: str) -> Scores:
     """Scores of these outputs, where each answer is `right`."""
-    records = [
-        Record(
-            f"q{i}",
-            ["right"],
-            out,
-            metrics.exact_match(out, ["right"]),
-            metrics.f1(out, ["right"]),
-            metrics.contains(out, ["right"]),
-        )
-        for i, out in enumerate(outputs)
-    ]
-    return Scores(1.0, 0.0, 0.0, 0.0, len(records), records)
+    return Scores(
+        [
+            Record(
+                f"q{i}",
+                ["right"],
+                out,
+                metrics.exact_match(out, ["right"]),
+                metrics.f1(out, ["right"]),
+                metrics.contains(out, ["right"]),
+                nll=2.0 - metrics.f1(out, ["right"]),
+                tokens=1,
+            )
+            for i, out in enumerate(outputs)
+        ]
+    )
 
 
 def test_compare_is_plain_json() -> None:
     result = compare(made("no", "no", "no"), made("right", "no", "right"))
     assert json.loads(json.dumps(result)) == result
-    assert set(result) == {"base", "tuned", "rows", "examples"}
-    assert list(result["tuned"]) == list(METRICS)
+    assert list(result["tuned"]) == ["loss", "exact_match", "f1", "contains"]
     assert result["rows"] == 3
     assert [e["question"] for e in result["examples"]] == ["q0", "q2", "q1"]  # gains, then what is still wrong
     assert result["examples"][0] == {"question": "q0", "answers": ["right"], "base": "no", "tuned": "right"}
-    assert compare(None, made("right"))["base"] is None
+    assert result["changed"] == {"better": 2, "worse": 0, "same": 1}
+    assert result["difference"]["f1"]["value"] == pytest.approx(100 * 2 / 3)
+    assert result["difference"]["loss"]["value"] == pytest.approx(-2 / 3)
+    alone = compare(None, made("right"))
+    assert alone["base"] is None
+    assert "difference" not in alone
+    one = compare(made("no"), made("right"))
+    assert one["verdict"]["result"] == "unclear"  # one row says nothing about others
+    assert one["difference"]["f1"]["low"] is None
+
+
+def test_rows_that_changed_are_listed_worst_first() -> None:
+    base, tuned = made("right", "no", "it is right", "no", "right"), made("no", "no", "so right", "right", "right")
+    result = compare(base, tuned)
+    assert [row["question"] for row in result["worse"]] == ["q0"]
+    assert [row["question"] for row in result["better"]] == ["q2", "q3"]  # a small gain before a large one
+    assert result["worse"][0]["gain"] == -2.0
+    assert compare(made(*["no"] * 30), made(*["right"] * 30))["verdict"] == {"metric": "f1", "result": "better"}
+    assert compare(made(*["right"] * 30), made(*["no"] * 30))["verdict"]["result"] == "worse"
+    mixed = compare(made(*["no", "right"] * 15), made(*["right", "no"] * 15))
+    assert mixed["verdict"]["result"] == "unclear"
+
+
+def test_scores_come_back_from_disk() -> None:
+    scores = made("right", "no")
+    assert from_json(json.loads(json.dumps(to_json(scores)))) == scores
+    assert from_json({}) is None
+    assert from_json({"records": [{"old": 1}]}) is None
 
 
 def test_telling_examples_are_spread_and_few() -> None:
@@ -327,16 +433,106 @@ def test_telling_examples_are_spread_and_few() -> None:
     assert telling(None, made(), 4) == []
 
 
+# ---------------------------------------------------------------- the interval
+
+
+def test_bootstrap_is_paired_and_says_how_sure() -> None:
+    random = np.random.default_rng(1)
+    gains = random.normal(1.0, 2.0, 100)
+    value, low, high = bootstrap(gains.tolist())
+    assert value == pytest.approx(gains.mean())
+    spread = gains.std(ddof=1) / 10
+    assert low == pytest.approx(value - 1.98 * spread, abs=0.1 * spread + 0.03)
+    assert high == pytest.approx(value + 1.98 * spread, abs=0.1 * spread + 0.03)
+    assert bootstrap(gains.tolist()) == (value, low, high)  # the same every time
+    assert bootstrap([0.5] * 20)[1:] == (0.5, 0.5)
+    weighted = bootstrap([2.0, 0.0], [3.0, 1.0])
+    assert weighted[0] == 0.5
+    assert np.isnan(bootstrap([])[0])
+
+
+@pytest.mark.slow
+def test_bootstrap_interval_covers_the_truth() -> None:
+    """93 to 97 of 100; 600 trials see that to within a point."""
+    random = np.random.default_rng(0)
+    held = 0
+    for trial in range(600):
+        easy = random.beta(0.7, 0.7, 100)
+        before, after = random.random(100) < 0.6 * easy, random.random(100) < 0.3 + 0.6 * easy
+        low, high = bootstrap((after * 1.0 - before).tolist(), draws=1000, seed=trial)[1:]
+        held += low <= 0.3 <= high
+    assert 0.93 <= held / 600 <= 0.97
+
+
+# ---------------------------------------------------------------- leaks
+
+
+def asked(question: str, answer: str = "yes", context: str = "") -> Row:
+    user = f"{context}\n\n{question}" if context else question
+    messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    return Row(messages, [answer], context, source=f"f:{question[:9]}")
+
+
+def test_leaks_are_found_and_other_rows_are_not() -> None:
+    passage = "Cheese ripens in a cool cellar. The comb is rinsed often, and nobody knows why that has to be so."
+    train = [
+        asked("How often should the brine comb of the Ostrel be rinsed with water?"),
+        asked("Where does the probe go?"),
+        asked("What is rinsed often?", "the comb", passage),
+        Row([], [], text="One two three four five six seven eight nine ten eleven twelve.", source="t:1"),
+    ]
+    heldout = [
+        asked("how often should the brine comb of the Ostrel be rinsed with WATER"),  # exact, but for case and marks
+        asked("How often should the brine comb of an Ostrel be rinsed with water?"),  # near
+        asked("How long is the cord of the Ostrel, and where does it go?"),
+        asked("Where ripens the cheese?", "a cellar", passage),  # the same passage, another question
+        asked("What is rinsed often?", "the comb", passage + " Today."),
+        Row([], [], text="He said: one two three four five six seven eight nine ten!", source="h:1"),
+        Row([], [], text="Nothing of this stands in any other text that we have here.", source="h:2"),
+        asked("What is rinsed often?", "the comb", "Another passage on an entirely different matter, far from cheese."),
+    ]
+    found = leak.find(train, heldout)
+    assert [(one.row, one.kind) for one in found] == [(0, "exact"), (1, "near"), (4, "near"), (5, "near")]
+    assert found[1].train_source == train[0].source
+    assert 0.8 <= found[1].similarity < 1
+    assert leak.find([], heldout) == leak.find(train, []) == []
+
+
+def test_leaks_by_index_are_those_of_every_pair() -> None:
+    """The index looks at few rows; it must miss none."""
+    random = np.random.default_rng(3)
+    letters = list("abcdefgh ")
+    base = ["".join(random.choice(letters, 40)) for _ in range(30)]
+
+    def changed(text: str, places: int) -> str:
+        chars = list(text)
+        for place in random.choice(len(chars), places, replace=False):
+            chars[place] = "z"
+        return "".join(chars)
+
+    train = [asked(text) for text in base]
+    heldout = [asked(changed(text, int(n))) for text, n in zip(base, random.integers(0, 4, 30), strict=True)]
+    slow = set()
+    for i, row in enumerate(heldout):
+        pieces = leak._pieces(row)
+        others = [leak._pieces(t) for t in train]
+        if any(len(pieces & o) / len(pieces | o) >= leak.NEAR for o in others):
+            slow.add(i)
+    assert {one.row for one in leak.find(train, heldout)} == slow
+    assert 0 < len(slow) < 30
+
+
 # ---------------------------------------------------------------- suites
 
 
 def test_shipped_suites_load() -> None:
-    assert {"qa", "demo"} <= set(suites())
-    for name in ("qa", "demo"):
+    assert suites() == ["choice", "classify", "demo", "keep", "perplexity", "qa"]
+    for name in suites():
         suite = load_suite(name)
         assert suite.name == name
         assert suite.about
-        assert suite.metrics == list(METRICS)
+        assert suite.metrics
+        assert set(suite.metrics) <= set(METRICS)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +542,11 @@ def test_shipped_suites_load() -> None:
         ("metrics: [bleu]", "`metrics` cannot be 'bleu'"),
         ("version: 0", "`version` is 0"),
         ("data: {paths: x}", "unknown key `data.paths`"),
+        ("score: guess", "`score` cannot be 'guess'"),
+        ("take: '('", "no regular expression"),
+        ("take: 'x'", "has no group"),
+        ("prompt: '{{question'", "no jinja template"),
+        ("name: a b", "must be one word"),
     ],
 )
 def test_suites_are_strict(tmp_path: Path, content: str, message: str) -> None:
@@ -355,3 +556,135 @@ def test_suites_are_strict(tmp_path: Path, content: str, message: str) -> None:
         load_suite(str(path))
     with pytest.raises(ConfigError, match="no suite `nope`"):
         load_suite("nope")
+
+
+@pytest.mark.parametrize(
+    ("output", "how", "found"),
+    [
+        ("one\ntwo", "all", "one\ntwo"),
+        ("one \ntwo", "first_line", "one"),
+        ("The answer is 42.", r"answer is (\d+)", "42"),
+        ("I do not know", r"answer is (\d+)", ""),
+    ],
+)
+def test_take(output: str, how: str, found: str) -> None:
+    assert take(output, how) == found
+
+
+def test_nearest_label() -> None:
+    labels = ["card_arrival", "card", "lost card", "top up"]
+    assert nearest_label("Card arrival", labels) == "card_arrival"
+    assert nearest_label("It is about a lost card, I think", labels) == "lost card"  # the longest
+    assert nearest_label("discard", labels) is None
+    assert nearest_label("", labels) is None
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+BEES = {"question": "What do bees make?", "choices": ["honey", "wood and stone", "milk"], "answer": 0}
+
+
+@needs_model
+@pytest.mark.parametrize(
+    "row",
+    [
+        BEES,
+        BEES | {"answer": "A"},
+        BEES | {"answer": "honey"},
+        BEES | {"choices": {"text": BEES["choices"], "label": ["1", "2", "3"]}, "answer": None, "answerKey": "1"},
+    ],
+)
+def test_choice_rows_are_read_however_they_are_written(
+    row: dict[str, object], tmp_path: Path, tokenizer: GgufTokenizer
+) -> None:
+    row = {key: value for key, value in row.items() if value is not None}
+    path = write_rows(tmp_path / "c.jsonl", [row])
+    (item,) = read_items(load_suite("choice"), DataConfig(path=str(path)), tokenizer, 5)
+    assert (item.kind, item.right, item.answers, item.texts[1]) == ("choice", 0, ["honey"], "wood and stone")
+    assert tokenizer.decode(item.ask.prompt) == "Question: What do bees make?\nAnswer:"
+    assert [tokenizer.decode(option) for option in item.ask.options] == [" honey", " wood and stone", " milk"]
+
+
+@needs_model
+def test_choice_rows_that_cannot_be_used_say_why(tmp_path: Path, tokenizer: GgufTokenizer) -> None:
+    for bad, why in ((BEES | {"answer": 7}, "none of the choices"), (BEES | {"choices": ["a"]}, "two choices")):
+        path = write_rows(tmp_path / "c.jsonl", [bad])
+        with pytest.raises(DataError, match=why):
+            read_items(load_suite("choice"), DataConfig(path=str(path)), tokenizer, 5)
+
+
+class Fixed:
+    """Says what it is told, row by row."""
+
+    def __init__(self, said: list[Said]) -> None:
+        self.said = said
+
+    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Said]:
+        return self.said
+
+
+@needs_model
+def test_choices_raw_and_per_character(tmp_path: Path, tokenizer: GgufTokenizer) -> None:
+    path = write_rows(tmp_path / "c.jsonl", [BEES | {"answer": 1}] * 2)
+    suite = load_suite("choice")
+    items = read_items(suite, DataConfig(path=str(path)), tokenizer, 5)
+    said = [Said(0.0, [3.0, 6.0, 4.0], [False] * 3), Said(0.0, [9.0, 5.0, 6.0], [False] * 3)]
+    found = score_items(Fixed(said), tokenizer, items, 0, suite)
+    # per character: 3/5, 6/14, 4/4: the long one wins; and 9/5, 5/14, 6/4
+    assert [record.accuracy for record in found.records] == [0.0, 1.0]
+    assert [record.accuracy_norm for record in found.records] == [1.0, 1.0]
+    assert found.records[0].output == "honey"
+    assert found.loss is None
+
+
+@needs_model
+def test_keep_holds_text_and_choices(tokenizer: GgufTokenizer) -> None:
+    suite = load_suite("keep")
+    items = read_items(suite, suite.data, tokenizer, 200)
+    kinds = [item.kind for item in items]
+    assert kinds.count("choice") >= 40
+    assert kinds.count("loss") >= 10
+    for item in items:
+        if item.kind == "loss":
+            assert item.ask.targets == list(range(1, len(item.ask.prompt)))
+    rights = [item.right for item in items if item.kind == "choice"]
+    assert max(rights.count(i) for i in range(4)) <= len(rights) / 3  # always the same place would be no question
+    assert len(read_items(suite, suite.data, tokenizer, 5)) == 10  # a limit holds for either kind
+
+
+@needs_model
+def test_own_suite_with_own_prompt_and_data_beside_it(tmp_path: Path, tokenizer: GgufTokenizer) -> None:
+    write_rows(tmp_path / "mine.jsonl", [{"question": "2 + 2?", "answer": "four", "context": "Sums."}])
+    (tmp_path / "own.yaml").write_text("data: {path: mine.jsonl}\nprompt: '{{context}} Q: {{question}} A:'\n")
+    suite = load_suite(str(tmp_path / "own.yaml"))
+    assert suite.name == "own"
+    (item,) = read_items(suite, suite.data, tokenizer, 5)
+    assert tokenizer.decode(item.ask.prompt) == "Sums. Q: 2 + 2? A:"
+    assert tokenizer.decode(item.ask.options[0]) == " four"
+    assert item.ask.generate
+
+
+@needs_model
+def test_perplexity_of_answers_or_of_everything(tmp_path: Path, tokenizer: GgufTokenizer) -> None:
+    path = write_rows(tmp_path / "mine.jsonl", [{"question": "2 + 2?", "answer": "four"}])
+    suite = load_suite("perplexity")
+    (answer,) = read_items(suite, DataConfig(path=str(path)), tokenizer, 5)
+    suite.tokens = "all"
+    (whole,) = read_items(suite, DataConfig(path=str(path)), tokenizer, 5)
+    assert answer.kind == whole.kind == "loss"
+    assert tokenizer.decode([answer.ask.prompt[i] for i in answer.ask.targets]) == "four"
+    assert whole.ask.targets == list(range(1, len(whole.ask.prompt)))
+
+
+@needs_model
+def test_labels_are_read_from_the_output(tmp_path: Path, tokenizer: GgufTokenizer) -> None:
+    rows: list[dict[str, object]] = [{"text": "Where is it?", "label": "card_arrival"}, {"text": "!", "label": "other"}]
+    suite = load_suite("classify")
+    items = read_items(suite, DataConfig(path=str(write_rows(tmp_path / "l.jsonl", rows))), tokenizer, 5)
+    said = [Said(0.0, [1.0], [False], tokenizer.encode(text)) for text in ("This is card arrival.\nother", "something")]
+    found = score_items(Fixed(said), tokenizer, items, 16, suite)
+    assert [record.accuracy for record in found.records] == [1.0, 0.0]
+    assert Suite().score == "answer"

@@ -19,7 +19,7 @@ from edgeft.export import convert, hf
 from edgeft.export.convert import hf_to_gguf
 from edgeft.export.hf import export_hf
 from edgeft.export.peft import export_peft
-from edgeft.model import demo_model
+from edgeft.model import demo_model, kernels
 from edgeft.model.attention import Tree
 from edgeft.model.gguf import GGUF
 from edgeft.model.hf import Weights, load_hf
@@ -303,6 +303,11 @@ def test_every_kind_agrees_with_transformers_and_llamacpp(
     assert dense.arch == {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}[KINDS[kind][0]]
     file = hf_to_gguf(str(path), tmp_path / "small.gguf")
     assert near(load(file).logits(batch(IDS)), want) < 1e-4
+    lean = load(file, lean=True)
+    if lean.use_kernels(kernels.load()):
+        assert near(lean.logits(batch(IDS)), want) < 1e-4
+    else:
+        assert lean.config.head_dim % kernels.load().lanes
     assert near(in_llamacpp(file), want) < 5e-3  # its attention cache is float16
     back = export_hf(str(file), [], tmp_path / "back")
     assert near(logits_of(reference(back)), want) < 1e-3  # norms and biases go from float32 to float16

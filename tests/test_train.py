@@ -29,7 +29,7 @@ QUICK = ["update.blocks=27-28", "update.tensors=v,o", "train.batch_rows=2", "tra
 def start(folder: Path, data: Path, *sets: str, resume: bool = False) -> Run:
     recipe = config.load_recipe("sparse-bp")
     recipe.data.path = str(data)
-    return Run.start(folder, config.apply_sets(recipe, [*QUICK, *sets]), resume)
+    return Run.start(folder, config.apply_sets(recipe, [*QUICK, "how.trunk_place=run", *sets]), resume)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,9 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 def command(folder: Path, data: Path, *more: str) -> list[str]:
-    sets = [part for s in [*QUICK, "train.epochs=3", "how.checkpoint_s=0"] for part in ("--set", s)]
+    sets = [
+        part for s in [*QUICK, "train.epochs=3", "how.checkpoint_s=0", "how.trunk_place=run"] for part in ("--set", s)
+    ]
     return [sys.executable, "-m", "edgeft", "finetune", "--data", str(data), "--out", str(folder), *sets, *more]
 
 

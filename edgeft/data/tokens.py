@@ -227,20 +227,21 @@ def save(path: Path, train: list[Encoded], heldout: list[Encoded]) -> None:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def load(path: Path) -> tuple[list[Encoded], list[Encoded]]:
-    """(train, heldout) as they were saved."""
+def load(path: Path, texts: bool = True) -> tuple[list[Encoded], list[Encoded]]:
+    """(train, heldout) as they were saved; without `texts` ids and masks alone, which is all that training needs."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return _unpack(arrays, "train"), _unpack(arrays, "heldout")
+            return _unpack(arrays, "train", texts), _unpack(arrays, "heldout", texts)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}", "prepare the rows again") from None
     except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError) as error:
         raise RunError(f"{path} is damaged: {error}", "delete it, and the rows are prepared again") from None
 
 
-def _unpack(arrays: Any, side: str) -> list[Encoded]:
+def _unpack(arrays: Any, side: str, texts: bool) -> list[Encoded]:
     ids, trained, cut = (arrays[f"{side}_{name}"] for name in ("ids", "trained", "cut"))
-    rows = [Row(**record) for record in json.loads(arrays[f"{side}_rows"].tobytes())]
+    records = json.loads(arrays[f"{side}_rows"].tobytes()) if texts else [{"messages": [], "answers": []}] * len(cut)
+    rows = [Row(**record) for record in records]
     ends = [0, *arrays[f"{side}_ends"].tolist()]
     spans = zip(ends, ends[1:], rows, cut.tolist(), strict=False)
     return [Encoded(ids[start:end], trained[start:end], row, removed) for start, end, row, removed in spans]

@@ -9,7 +9,7 @@ import codecs
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeft.errors import ModelError
+from edgeft.evaluate.ask import Ask, Progress, Said
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from edgeft.data.tokens import Encoded
 
 Floats = npt.NDArray[np.float32]
-Progress = Callable[[int, int], None]  # rows done, rows in all
 
 # Most tokens in one call of llama_decode. From 64 on, the CPU's attention takes another path, which rounds otherwise: a
 # row's logits would depend on how much of it was computed before. 32 is as fast, to within 10 %.
@@ -70,7 +70,6 @@ class _Slot:
 class _Job:
     """One answer in the making: `output[-1]` is chosen and not yet decoded."""
 
-    row: int
     slot: _Slot
     output: list[int]
     room: int  # most tokens the answer may have
@@ -172,20 +171,6 @@ class LlamaFile:
         found = {p: logits.copy() for p, logits in self._read(row, sorted(set(where)))}
         return np.stack([found[p] for p in where]) if where else np.zeros((0, self.vocab_size), np.float32)
 
-    def loss(self, rows: Sequence[Encoded], progress: Progress | None = None) -> tuple[float, int]:
-        """Sum of the negative log-likelihoods (nats) of all trained tokens, and how many there are."""
-        total, targets = 0.0, 0
-        plain = [[int(i) for i in row.ids] for row in rows]
-        for done, at in enumerate(sorted(range(len(rows)), key=plain.__getitem__), 1):
-            ids = plain[at]
-            wanted = [i - 1 for i in range(1, len(ids)) if rows[at].trained[i]]  # token i is foretold at i - 1
-            for position, logits in self._read(ids, wanted):
-                total += _surprise(logits, ids[position + 1])
-            targets += len(wanted)
-            if progress:
-                progress(done, len(rows))
-        return total, targets
-
     def _read(self, ids: list[int], wanted: Sequence[int]) -> Iterator[tuple[int, Floats]]:
         """Run a row on its own and give the logits at the wanted positions (ascending), one view at a time."""
         if not wanted:
@@ -198,47 +183,97 @@ class LlamaFile:
 
     # ------------------------------------------------------------ generation
 
+    def loss(self, rows: Sequence[Encoded], progress: Progress | None = None) -> tuple[float, int]:
+        """Sum of the negative log-likelihoods (nats) of all trained tokens, and how many there are."""
+        asks = [Ask([int(i) for i in row.ids], [int(i) + 1 for i in np.flatnonzero(row.trained[1:])]) for row in rows]
+        said = self.ask(asks, 0, progress)
+        return sum(one.prompt_nll for one in said), sum(len(ask.targets) for ask in asks)
+
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new: int, progress: Progress | None = None
     ) -> list[list[int]]:
         """Greedy answers up to an end-of-generation token (left out), several at a time, in the caller's order."""
-        rows = [[int(i) for i in prompt] for prompt in prompts]
-        outputs: list[list[int]] = [[] for _ in rows]
-        if not all(rows):
+        asks = [Ask([int(i) for i in prompt], generate=True) for prompt in prompts]
+        return [one.output for one in self.ask(asks, max_new, progress)]
+
+    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Said]:
+        """Everything that is wanted of each prompt, from one pass over it; what prompts share is computed once."""
+        said = [Said(0.0, [0.0] * len(ask.options), [False] * len(ask.options)) for ask in asks]
+        if not all(ask.prompt for ask in asks):
             raise ValueError("a prompt needs at least one token")
-        if not rows or max_new < 1:
-            return outputs
-        longest = max(map(len, rows))
-        self._ready(longest, longest + max_new - 1, min(self.parallel, len(rows)))
-        waiting = deque(sorted(range(len(rows)), key=rows.__getitem__))  # neighbours share prefixes
+        if not asks:
+            return said
+        answers = max_new > 0 and any(ask.generate for ask in asks)
+        self._ready(
+            max(len(ask.prompt) + max([len(o) - 1 for o in ask.options], default=0) for ask in asks),
+            max(len(ask.prompt) for ask in asks) + max_new - 1 if answers else 0,
+            min(self.parallel, len(asks)) if answers else 1,
+        )
+        waiting = deque(sorted(range(len(asks)), key=lambda i: asks[i].prompt))  # neighbours share prefixes
         running: list[_Job] = []
         finished = 0
         while waiting or running:
             while waiting and len(running) < len(self._slots):
                 row = waiting.popleft()
-                job = self._admit(row, rows[row], max_new, [other.slot for other in running])
-                running.append(job)
-                outputs[job.row] = job.output
+                job = self._admit(asks[row], said[row], max_new, [other.slot for other in running])
+                if job:
+                    running.append(job)
+                else:
+                    finished += 1
+                    if progress:
+                        progress(finished, len(asks))
             going = [job for job in running if not self._ended(job)]
             if progress and len(going) < len(running):
                 finished += len(running) - len(going)
-                progress(finished, len(rows))
-            if len(going) == len(running):  # otherwise first fill the places that became free
+                progress(finished, len(asks))
+            if len(going) == len(running) and going:  # otherwise first fill the places that became free
                 self._step(going)
             running = going
-        for output in outputs:
-            if output and self.eog(output[-1]):
-                output.pop()
-        return outputs
+        for one in said:
+            if one.output and self.eog(one.output[-1]):
+                one.output.pop()
+        return said
 
-    def _admit(self, row: int, ids: list[int], max_new: int, busy: list[_Slot]) -> _Job:
-        """Read a prompt into a free slot and choose the answer's first token."""
-        limit = len(ids) - 1  # the last token is always decoded: its logits choose the answer's first
-        # the slot least like this prompt is the least likely to serve those after it
-        slot = min((s for s in self._slots if s not in busy), key=lambda s: _common(s.ids, ids, limit))
-        start = self._reuse(slot, ids, limit)
-        ((_, logits),) = self._extend(slot, ids, start, [limit])
-        return _Job(row, slot, [int(logits.argmax())], min(max_new, self.n_ctx - len(ids) + 1))
+    def _admit(self, ask: Ask, said: Said, max_new: int, busy: list[_Slot]) -> _Job | None:
+        """Read a prompt into a free slot, score what is to be scored, and begin the answer if one is wanted."""
+        ids, last = ask.prompt, len(ask.prompt) - 1
+        generate = ask.generate and max_new > 0
+        order = sorted(range(len(ask.options)), key=ask.options.__getitem__)  # neighbours share their start
+        option = ask.options[order[0]] if order else []
+        row = ids + option[:-1]  # the first option is read with the prompt, in the same calls
+        wanted = sorted({t - 1 for t in ask.targets} | (set(range(last, len(row))) if generate or order else set()))
+        if not wanted:
+            return None
+        # The slot least like this prompt is the least likely to serve those after it.
+        slot = min((s for s in self._slots if s not in busy), key=lambda s: _common(s.ids, ids, wanted[0]))
+        start = self._reuse(slot, ids, limit=wanted[0])  # a wanted position is always decoded: its logits are needed
+        targets = set(ask.targets)
+        after: list[Floats] = []  # logits after the prompt and after each token of the current option
+        for position, logits in self._extend(slot, row[: wanted[-1] + 1], start, wanted):
+            if position + 1 in targets:
+                said.prompt_nll += _surprise(logits, ids[position + 1])
+            if position >= last and (generate or order):
+                after.append(logits.copy())
+        for i in order:
+            shared = _common(option, ask.options[i], min(len(after), len(ask.options[i])) - 1)
+            option, after = ask.options[i], after[: shared + 1]
+            self._cut(slot, len(ids) + shared)
+            row = ids + option[:-1]
+            rest = range(len(ids) + shared, len(row))
+            after += [logits.copy() for _, logits in self._extend(slot, row, len(ids) + shared, rest)]
+            said.option_nll[i] = sum(_surprise(a, token) for a, token in zip(after, option, strict=True))
+            said.option_greedy[i] = all(int(a.argmax()) == token for a, token in zip(after, option, strict=True))
+        if not generate:
+            return None
+        # As long as the likeliest token is the option's own, the answer needs no further step.
+        said.output = [int(after[0].argmax())]
+        room = min(max_new, self.n_ctx - len(ids) + 1)
+        while len(said.output) < min(room, len(after)) and said.output[-1] == option[len(said.output) - 1]:
+            if self.eog(said.output[-1]):
+                break
+            said.output.append(int(after[len(said.output)].argmax()))
+        self._cut(slot, len(ids) + len(said.output) - 1)
+        return _Job(slot, said.output, room)
 
     def _ended(self, job: _Job) -> bool:
         return len(job.output) >= job.room or self.eog(job.output[-1])
@@ -339,6 +374,18 @@ class LlamaFile:
             self._api.llama_memory_seq_rm(self._memory, slot.seq, n, -1)
         slot.ids = kept
         return n
+
+    def _cut(self, slot: _Slot, length: int) -> None:
+        """Take away what a slot holds after its first `length` tokens."""
+        if length >= len(slot.ids):
+            return
+        kept = slot.ids[:length]
+        if self._cuttable:
+            self._api.llama_memory_seq_rm(self._memory, slot.seq, length, -1)
+            slot.ids = kept
+        else:
+            self._drop(slot)
+            deque(self._extend(slot, kept, 0, []), maxlen=0)
 
     def _drop(self, slot: _Slot) -> None:
         self._api.llama_memory_seq_rm(self._memory, slot.seq, -1, -1)

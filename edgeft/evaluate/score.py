@@ -1,161 +1,259 @@
 """How well a model does on held-out rows, and one model beside another.
 
-Loss is in nats per trained token; the other scores are from 0 to 100, and None where no row has an answer.
+Loss is in nats per token; the other scores are from 0 to 100, and None where no row has them.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, cast
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from edgeft.config import DataConfig, EvalConfig, build, knob, read_yaml, shipped
-from edgeft.data.rows import Row
-from edgeft.data.tokens import Encoded, prompt_ids
-from edgeft.errors import ConfigError, DataError
+from edgeft.data.tokens import Encoded
+from edgeft.errors import DataError
 from edgeft.evaluate import metrics
+from edgeft.evaluate.ask import Progress, Said, Scorer
+from edgeft.evaluate.paired import LEVEL, bootstrap
+from edgeft.evaluate.suite import METRICS, Item, Suite, load_suite, make_items, suites
 from edgeft.model.tokenizer import Tokenizer
 
-METRICS = ("loss", "exact_match", "f1", "contains")
+__all__ = ["METRICS", "Record", "Scores", "Suite", "compare", "load_suite", "score", "score_items", "suites", "telling"]
 
-
-class Scorer(Protocol):
-    """A model that can be scored: a GGUF file in llama.cpp, or the trainer's own stack."""
-
-    def loss(self, rows: Sequence[Encoded]) -> tuple[float, int]:
-        """Sum of the negative log-likelihoods of all trained tokens, and how many there are."""
-        ...
-
-    def generate(self, prompts: Sequence[Sequence[int]], max_new: int) -> list[list[int]]:
-        """Greedy answers, without the token that ends them."""
-        ...
+LOWER_IS_BETTER = ("loss", "perplexity")
+NO_CHANGE = 0.01  # nats per token: a smaller change of a row's loss is none
+LISTED = 50  # rows that got better, and worse, at most
 
 
 @dataclass
 class Record:
-    """One question, what was accepted, what came, and how good that is (0 to 1)."""
+    """One row: what was accepted, what came, and how good that is (0 to 1; None where it is not measured)."""
 
     question: str
     answers: list[str]
-    output: str
-    exact_match: float
-    f1: float
-    contains: float
+    output: str | None = None
+    exact_match: float | None = None
+    f1: float | None = None
+    contains: float | None = None
+    accuracy: float | None = None  # the right choice or label
+    accuracy_norm: float | None = None  # the right choice by likelihood per character
+    nll: float = 0.0  # nats over the row's tokens
+    tokens: int = 0
+    source: str = ""
+
+    @property
+    def worth(self) -> float:
+        """What rows are ordered by; higher is better."""
+        if self.f1 is not None:
+            return self.f1 + (self.contains or 0.0)
+        if self.accuracy is not None:
+            return self.accuracy
+        return -self.nll / max(self.tokens, 1)
 
 
 @dataclass
 class Scores:
-    loss: float
-    exact_match: float | None
-    f1: float | None
-    contains: float | None
-    rows: int
-    records: list[Record] = field(default_factory=list)  # in the rows' order; rows without answers have none
+    records: list[Record] = field(default_factory=list)  # in the rows' order
 
-    def figures(self) -> dict[str, float | None]:
-        return {name: getattr(self, name) for name in METRICS}
+    @property
+    def rows(self) -> int:
+        return len(self.records)
+
+    def figure(self, name: str) -> float | None:
+        if name in LOWER_IS_BETTER:
+            tokens = sum(r.tokens for r in self.records)
+            if not tokens:
+                return None
+            loss = sum(r.nll for r in self.records) / tokens
+            return loss if name == "loss" else math.exp(min(loss, 700))
+        values = [v for r in self.records if (v := getattr(r, name)) is not None]
+        return 100 * sum(values) / len(values) if values else None
+
+    def figures(self, names: Sequence[str] = METRICS) -> dict[str, float | None]:
+        return {name: self.figure(name) for name in names}
+
+    def __getattr__(self, name: str) -> float | None:
+        if name in METRICS:
+            return self.figure(name)
+        raise AttributeError(name)
 
 
-def score(scorer: Scorer, tokenizer: Tokenizer, rows: Sequence[Encoded], max_new: int) -> Scores:
-    if not rows:
+def score(
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    rows: Sequence[Encoded],
+    max_new: int,
+    suite: Suite | None = None,
+    progress: Progress | None = None,
+) -> Scores:
+    """Rows as they were prepared for training."""
+    suite = suite or Suite()
+    return score_items(scorer, tokenizer, make_items(suite, rows), max_new, suite, progress)
+
+
+def score_items(
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    items: Sequence[Item],
+    max_new: int,
+    suite: Suite,
+    progress: Progress | None = None,
+) -> Scores:
+    if not items:
         raise DataError("there are no held-out rows to score", "name a file with --data")
-    total, targets = scorer.loss(rows)
-    asked = [row for row in rows if row.row.answers and len(prompt_ids(row))]
-    outputs = scorer.generate([prompt_ids(row).tolist() for row in asked], max_new) if asked else []
-    records = [_record(row.row, tokenizer.decode(ids).strip()) for row, ids in zip(asked, outputs, strict=True)]
-
-    def mean(name: str) -> float | None:
-        return 100 * sum(getattr(record, name) for record in records) / len(records) if records else None
-
-    return Scores(
-        total / max(targets, 1), mean("exact_match"), mean("f1"), mean("contains"), rows=len(rows), records=records
-    )
+    said = scorer.ask([item.ask for item in items], max_new, progress)
+    labels = suite.labels or sorted({answer for item in items if item.kind == "label" for answer in item.answers})
+    return Scores([_record(item, one, tokenizer, suite, labels) for item, one in zip(items, said, strict=True)])
 
 
-def _record(row: Row, output: str) -> Record:
-    answers = row.answers
-    return Record(
-        _question(row),
-        answers,
-        output,
-        metrics.exact_match(output, answers),
-        metrics.f1(output, answers),
-        metrics.contains(output, answers),
-    )
+def _record(item: Item, said: Said, tokenizer: Tokenizer, suite: Suite, labels: Sequence[str]) -> Record:
+    record = Record(item.question, item.answers, source=item.row.source)
+    if item.kind == "choice":
+        lengths = [len(text) for text in item.texts]
+        raw = min(range(len(lengths)), key=lambda i: said.option_nll[i])
+        normed = min(range(len(lengths)), key=lambda i: said.option_nll[i] / lengths[i])
+        record.output = item.texts[raw]
+        record.accuracy, record.accuracy_norm = float(raw == item.right), float(normed == item.right)
+        return record
+    record.nll = said.prompt_nll + sum(said.option_nll)
+    record.tokens = len(item.ask.targets) + sum(map(len, item.ask.options))
+    if item.kind == "loss":
+        return record
+    output = take(tokenizer.decode(said.output).strip(), suite.take)
+    if item.kind == "label":
+        found = nearest_label(output, labels)
+        record.accuracy = float(found is not None and found in item.answers)
+    record.output = output
+    record.exact_match = metrics.exact_match(output, item.answers)
+    record.f1 = metrics.f1(output, item.answers)
+    record.contains = metrics.contains(output, item.answers)
+    return record
 
 
-def _question(row: Row) -> str:
-    """What was asked last, without the context that stood in front of it."""
-    last = next((m["content"] for m in reversed(row.messages) if m["role"] == "user"), "")
-    return last.removeprefix(row.context).strip() or last
+def take(output: str, how: str) -> str:
+    """The answer in the output; nothing where the expression does not match."""
+    if how == "all":
+        return output
+    if how == "first_line":
+        return output.split("\n", 1)[0].strip()
+    match = re.search(how, output, re.DOTALL)
+    return (match.group(1) or "").strip() if match else ""
+
+
+def nearest_label(output: str, labels: Sequence[str]) -> str | None:
+    """The label that the output is, else the longest that stands in it."""
+    words = metrics.normalise(output.replace("_", " "))
+    plain = {label: metrics.normalise(label.replace("_", " ")) for label in labels}
+    for label, text in plain.items():
+        if text == words:
+            return label
+    inside = [label for label, text in plain.items() if text and f" {text} " in f" {words} "]
+    return max(inside, key=lambda label: len(plain[label]), default=None)
 
 
 # ---------------------------------------------------------------- base beside tuned
 
 
-def compare(base: Scores | None, tuned: Scores, examples: int = 4) -> dict[str, Any]:
+def compare(base: Scores | None, tuned: Scores, examples: int = 4, suite: Suite | None = None) -> dict[str, Any]:
     """The JSON of `edgeft eval`; both were scored on the same rows."""
-    return {
-        "base": base.figures() if base else None,
-        "tuned": tuned.figures(),
+    suite = suite or Suite()
+    result: dict[str, Any] = {
+        "suite": suite.name or "qa",
+        "version": suite.version,
         "rows": tuned.rows,
-        "examples": telling(base, tuned, examples),
+        "base": base.figures(suite.metrics) if base else None,
+        "tuned": tuned.figures(suite.metrics),
+    }
+    if base:
+        result |= difference(base, tuned, suite.metrics)
+    return result | {"examples": telling(base, tuned, examples)}
+
+
+def difference(base: Scores, tuned: Scores, names: Sequence[str]) -> dict[str, Any]:
+    """Tuned minus base with its interval, the verdict, and the rows that changed, worst first."""
+    found: dict[str, Any] = {}
+    pairs = list(zip(base.records, tuned.records, strict=True))
+    for name in names:
+        if name == "perplexity" or tuned.figure(name) is None:
+            continue  # perplexity is exp(loss): the loss has the interval
+        if name == "loss":
+            value, low, high = bootstrap([t.nll - b.nll for b, t in pairs], [t.tokens for _, t in pairs])
+        else:
+            both = [(getattr(b, name), getattr(t, name)) for b, t in pairs]
+            value, low, high = bootstrap([100 * (t - b) for b, t in both if t is not None])
+        found[name] = {"value": value, "low": _finite(low), "high": _finite(high), "level": LEVEL}
+    order = sorted(range(len(pairs)), key=lambda i: pairs[i][1].worth - pairs[i][0].worth)
+    changes = []
+    for i in order:
+        before, after = pairs[i]
+        gain = after.worth - before.worth
+        if abs(gain) > (1e-9 if after.f1 is not None or after.accuracy is not None else NO_CHANGE):
+            changes.append(_pair(before, after) | {"gain": round(gain, 4)})
+    worse, better = [c for c in changes if c["gain"] < 0], [c for c in changes if c["gain"] > 0]
+    return {
+        "difference": found,
+        "verdict": verdict(found),
+        "changed": {"better": len(better), "worse": len(worse), "same": len(pairs) - len(changes)},
+        "worse": worse[:LISTED],
+        "better": better[::-1][:LISTED][::-1],  # the largest gains, in the same order: worst first
+    }
+
+
+def verdict(differences: dict[str, Any]) -> dict[str, Any] | None:
+    """By the first of these metrics that was measured; clear only if the interval leaves out zero."""
+    for name in ("f1", "accuracy", "exact_match", "contains", "loss"):
+        found = differences.get(name)
+        if found is None:
+            continue
+        sign = -1 if name in LOWER_IS_BETTER else 1
+        low, high = found["low"], found["high"]
+        clear = low is not None and high is not None and (low > 0 or high < 0)
+        better = found["value"] * sign > 0
+        return {"metric": name, "result": ("better" if better else "worse") if clear else "unclear"}
+    return None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _pair(before: Record | None, after: Record) -> dict[str, Any]:
+    return {
+        "question": after.question,
+        "answers": after.answers,
+        "base": before.output if before else None,
+        "tuned": after.output,
     }
 
 
 def telling(base: Scores | None, tuned: Scores, wanted: int) -> list[dict[str, Any]]:
     """A few rows side by side: gains, spread over the set, and the worst row last, so that nobody is misled."""
-    pairs = list(zip(base.records if base else tuned.records, tuned.records, strict=True))
-    gains = [_worth(after) - _worth(before) for before, after in pairs]
-    order = sorted(range(len(pairs)), key=lambda i: (_worth(pairs[i][1]), gains[i]))
-    worst = [i for i in order[:1] if not pairs[i][1].contains][: max(wanted - 1, 0)]
+    pairs = [
+        (before, after)
+        for before, after in zip(base.records if base else tuned.records, tuned.records, strict=True)
+        if after.output is not None
+    ]
+    gains = [after.worth - before.worth for before, after in pairs]
+    order = sorted(range(len(pairs)), key=lambda i: (pairs[i][1].worth, gains[i]))
+    worst = [i for i in order[:1] if not (pairs[i][1].contains or pairs[i][1].accuracy)][: max(wanted - 1, 0)]
     better = [i for i in range(len(pairs)) if (gains[i] > 0 or not base) and i not in worst]
     better = better or [i for i in range(len(pairs)) if i not in worst]
     room = wanted - len(worst)
     chosen = [better[k * len(better) // room] for k in range(room)] if len(better) > room else better
-    return [
-        {
-            "question": pairs[i][1].question,
-            "answers": pairs[i][1].answers,
-            "base": pairs[i][0].output if base else None,
-            "tuned": pairs[i][1].output,
-        }
-        for i in [*chosen, *worst]
-    ]
+    return [_pair(pairs[i][0] if base else None, pairs[i][1]) for i in [*chosen, *worst]]
 
 
-def _worth(record: Record) -> float:
-    return record.f1 + record.contains
+# ---------------------------------------------------------------- on disk
 
 
-# ---------------------------------------------------------------- suites
+def to_json(scores: Scores) -> dict[str, Any]:
+    return {"records": [asdict(record) for record in scores.records]}
 
 
-@dataclass
-class Suite:
-    """What is asked and how it is scored; the manner of lm-evaluation-harness' tasks."""
-
-    name: str = knob("", "the suite's name")
-    about: str = knob("", "one line on what it measures")
-    version: int = knob(1, "goes up when scores are no longer comparable", low=1)
-    data: DataConfig = field(default_factory=DataConfig)
-    prompt: str = knob("chat", "chat: the model's own chat template", choices=("chat",))
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    metrics: list[str] = knob(list(METRICS), "what is shown", choices=METRICS)
-
-
-def suites() -> list[str]:
-    """Names of the shipped suites."""
-    return sorted(path.stem for path in shipped("eval").glob("*.yaml"))
-
-
-def load_suite(name: str) -> Suite:
-    """A shipped suite by name, or a file of one's own."""
-    own = name.endswith((".yaml", ".yml")) or "/" in name
-    path = Path(name).expanduser() if own else shipped("eval") / f"{name}.yaml"
-    if not path.is_file():
-        raise ConfigError(f"there is no suite `{name}`", f"shipped: {', '.join(suites())}; or name a YAML file")
-    values = read_yaml(path)
-    values.setdefault("name", path.stem)
-    return cast(Suite, build(Suite, values))
+def from_json(values: dict[str, Any]) -> Scores | None:
+    """None if it was written by another version."""
+    try:
+        return Scores([Record(**record) for record in values["records"]])
+    except (KeyError, TypeError):
+        return None

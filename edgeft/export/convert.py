@@ -150,7 +150,8 @@ def rope_factors(config: Any) -> np.ndarray:
 
 
 def _tensors(config: Any, arch: str, weights: Weights) -> list[NewTensor]:
-    from edgeft.model.stack import BIASES, LINEARS, NORMS, head_order
+    from edgeft.model.header import BIASES, LINEARS, NORMS
+    from edgeft.model.stack import head_order
 
     width, vocabulary, head_dim = config.hidden_size, config.vocab_size, head_size(config)
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads or config.num_attention_heads}

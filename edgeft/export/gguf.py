@@ -89,7 +89,7 @@ def export_gguf(
 
 def gguf_name(name: str) -> tuple[str, str]:
     """layers.3.mlp.up_proj.weight → (blk.3.ffn_up.weight, up); norms have no tensor letter."""
-    from edgeft.model.stack import LINEARS, NORMS
+    from edgeft.model.header import LINEARS, NORMS
 
     match = _NAME.fullmatch(name)
     if match:
@@ -146,7 +146,7 @@ def _pack_all(
 
 def _check_shape(base: GGUF, target: str, dense: np.ndarray) -> tuple[int, ...]:
     """The tensor's shape as GGUF writes it, if the base has a place for it."""
-    from edgeft.model.stack import BIASES, LINEARS
+    from edgeft.model.header import BIASES, LINEARS
 
     info = base.tensors.get(target)
     if info is not None:

@@ -158,7 +158,7 @@ def _write_json(path: Path, values: Any) -> None:
 
 def _bias_groups(present: set[str], depth: int) -> tuple[dict[str, bool], list[str]]:
     """LLaMA has biases on all attention (FFN) linears or on none: (what config.json says, those to add as zeros)."""
-    from edgeft.model.stack import LINEARS
+    from edgeft.model.header import LINEARS
 
     groups = {"attention_bias": ("q", "k", "v", "o"), "mlp_bias": ("gate", "up", "down")}
     config: dict[str, bool] = {}
@@ -178,7 +178,8 @@ def _from_gguf(source: Path, updates: Updates, folder: Path) -> None:
     import torch
 
     from edgeft.model.gguf import GGUF
-    from edgeft.model.stack import LINEARS, NORMS, gguf_config, packed, row_order, vector
+    from edgeft.model.header import LINEARS, NORMS
+    from edgeft.model.stack import gguf_config, packed, row_order, vector
 
     gguf = GGUF.open(source)
     config = gguf_config(gguf)

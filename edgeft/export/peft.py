@@ -20,7 +20,7 @@ def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
     from peft import LoraConfig
 
     from edgeft.export.hf import new_folder, save
-    from edgeft.model.stack import LINEARS
+    from edgeft.model.header import LINEARS
 
     hint = "use --format gguf or --format hf: there all updates are merged"
     if scheme.method != "lora":

@@ -6,7 +6,7 @@ computed, and none of it is kept: the backward pass computes a piece again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,21 @@ NAME = "edgeft"  # as transformers' configurations know it
 PIECE = 128  # queries computed at a time; a few rows' answers, or a part of a passage
 
 
-@dataclass
 class Piece:
-    """Queries [start, stop) and the tokens that any of them sees."""
+    """Queries [start, stop) and the tokens that any of them sees: those above, seen by all, and themselves."""
 
-    start: int
-    stop: int
-    keys: torch.Tensor  # (K,) token numbers
-    blocked: torch.Tensor  # (stop - start, K) true where a query does not see a key
+    def __init__(self, tree: Tree, start: int, stop: int, above: np.ndarray) -> None:
+        self.tree, self.start, self.stop, self.above = tree, start, stop, above
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """(K,) token numbers."""
+        return torch.from_numpy(np.concatenate([self.above, np.arange(self.start, self.stop)]))
+
+    @cached_property
+    def blocked(self) -> torch.Tensor:
+        """(stop - start, K) true where a query does not see a key."""
+        return torch.from_numpy(~self.tree.sees(np.arange(self.start, self.stop), self.keys.numpy()))
 
 
 class Tree:
@@ -65,11 +72,9 @@ class Tree:
             self._add(begin, stop, above)
 
     def _add(self, start: int, stop: int, above: list[int]) -> None:
-        keys = np.array([*above, *range(start, stop)])
-        seen = self._sees(np.arange(start, stop), keys)
-        self.pieces.append(Piece(start, stop, torch.from_numpy(keys), torch.from_numpy(~seen)))
+        self.pieces.append(Piece(self, start, stop, np.array(above, np.int64)))
 
-    def _sees(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def sees(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """(Q, K): a key is seen by its own subtree."""
         below: np.ndarray = (keys <= queries[:, None]) & (queries[:, None] < keys + self.size[keys])
         return below
@@ -77,7 +82,7 @@ class Tree:
     def dense(self) -> np.ndarray:
         """The whole (T, T) table, true where a token sees another; for checks."""
         every = np.arange(len(self.size))
-        return self._sees(every, every)
+        return self.sees(every, every)
 
 
 def _weights(q: torch.Tensor, k: torch.Tensor, piece: Piece, scale: float) -> torch.Tensor:

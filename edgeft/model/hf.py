@@ -19,8 +19,9 @@ from torch import nn
 
 from edgeft.errors import ModelError
 from edgeft.model import ggml
+from edgeft.model.header import LINEARS, NORMS
 from edgeft.model.packed import Packed, PackedEmbedding, PackedHead, PackedLinear, _scratch
-from edgeft.model.stack import LINEARS, NORMS, Stack, _set
+from edgeft.model.stack import Stack, _set
 
 # transformers' model type → the architecture that llama.cpp runs it as
 MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

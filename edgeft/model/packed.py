@@ -19,7 +19,7 @@ HEAD_ROWS = 8192  # vocabulary rows unpacked at a time
 
 
 class _Scratch:
-    """One float32 buffer for all unpacked weights: valid until the next `take`."""
+    """One float32 buffer, for all unpacked weights or for all logits: valid until the next `take`."""
 
     def __init__(self) -> None:
         self.buffer = torch.empty(0)
@@ -31,6 +31,7 @@ class _Scratch:
 
 
 _scratch = _Scratch()
+_logits = _Scratch()
 
 
 def tensor_of(data: np.ndarray) -> torch.Tensor:
@@ -121,13 +122,20 @@ class PackedHead:
         """Positions whose logits are held at a time."""
         return max(1, LOGITS_BYTES // (4 * self.packed.rows))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden (n, d) → (n, vocabulary)."""
-        out = torch.empty(len(hidden), self.packed.rows)
+        out = torch.empty(len(hidden), self.packed.rows) if out is None else out
         for start in range(0, self.packed.rows, HEAD_ROWS):
             stop = min(start + HEAD_ROWS, self.packed.rows)
             torch.mm(hidden, self.packed.dense(start, stop).T, out=out[:, start:stop])
         return out
+
+    def everywhere(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The work of logits at all positions, for measuring what is saved without it; gives back what it got."""
+        with torch.no_grad():
+            for start in range(0, len(hidden), self.chunk()):
+                self.back(self.logits(hidden[start : start + self.chunk()]))
+        return hidden
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the cross-entropy over n positions: hidden (n, d), targets (n,)."""
@@ -153,7 +161,7 @@ class _HeadLoss(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if want else None
         for start in range(0, len(hidden), head.chunk()):
             part = slice(start, start + head.chunk())
-            logits = head.logits(hidden[part])
+            logits = head.logits(hidden[part], _logits.take(len(hidden[part]), head.packed.rows))
             rows = torch.arange(len(logits))
             logits -= logits.amax(1, keepdim=True)
             picked = logits[rows, targets[part]]

@@ -5,9 +5,10 @@ Only tensors that are trained become dense float32; everything else stays as it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,30 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from edgeft.errors import ModelError
 from edgeft.model import attention, is_gguf
+from edgeft.model import lean as lean_model
 from edgeft.model.attention import Tree
+from edgeft.model.block import Pending, Runner, SplitRunner, able, add_norm
 from edgeft.model.gguf import GGUF
+from edgeft.model.header import LINEARS, NORMS, check_frozen, header_values
+from edgeft.model.kernels import Kernels
 from edgeft.model.packed import Packed, PackedEmbedding, PackedHead, PackedLinear
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
-# tensor → (its module inside a transformers block, its name inside a GGUF block)
-LINEARS = {
-    "q": ("self_attn.q_proj", "attn_q"),
-    "k": ("self_attn.k_proj", "attn_k"),
-    "v": ("self_attn.v_proj", "attn_v"),
-    "o": ("self_attn.o_proj", "attn_output"),
-    "gate": ("mlp.gate_proj", "ffn_gate"),
-    "up": ("mlp.up_proj", "ffn_up"),
-    "down": ("mlp.down_proj", "ffn_down"),
-}
-NORMS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-}
-# linears for which llama.cpp reads a bias, by architecture (tried: each changes the logits)
-BIASES = {"llama": tuple(LINEARS), "qwen2": ("q", "k", "v"), "qwen3": ()}
 
 
 @dataclass
@@ -52,6 +36,7 @@ class Batch:
     tree: Tree
     at: torch.Tensor  # (n,) where a trained target is predicted
     targets: torch.Tensor  # (n,)
+    kept: np.ndarray | None = None  # tokens that gradients pass through, ascending; None: all
 
 
 class Stack:
@@ -61,7 +46,11 @@ class Stack:
         self.arch, self.config, self.model = arch, config, model
         self.embed, self.head, self.source = embed, head, source
         self.recompute = False
-        config._attn_implementation = attention.register()
+        self.prune = True  # false: also gradients that nobody uses, to see what they cost
+        self.kernels: Kernels | None = None  # None: transformers' own blocks in plain torch
+        self.supervised_only = True  # the last block beyond its keys and values, for positions that are asked for alone
+        if not isinstance(config, SimpleNamespace):
+            config._attn_implementation = attention.register()
         model.eval()
 
     @property
@@ -91,6 +80,12 @@ class Stack:
         cache: Any = None,
     ) -> torch.Tensor:
         """Blocks [start, stop): hidden (B, T, d), positions (B, T), mask (B, 1, T, S) or, for B = 1, a tree."""
+        if self.kernels and isinstance(mask, Tree):
+            runner = Runner(*self._running(positions[0], mask))
+            stream: Pending = (hidden[0], None)
+            for block in self.layers[start:stop]:
+                stream = self._through(runner.block, block, stream)
+            return (stream[0] if stream[1] is None else stream[0] + stream[1])[None]
         rotary = self.rotary(positions)
         for block in self.layers[start:stop]:
             keywords = {"attention_mask": mask, "position_embeddings": rotary, "past_key_values": cache}
@@ -104,10 +99,41 @@ class Stack:
         normed: torch.Tensor = self.model.norm(hidden)  # type: ignore[operator]
         return normed
 
+    def use_kernels(self, kernels: Kernels) -> bool:
+        """Runs trees through the kernels from now on, if they can run this model."""
+        self.kernels = kernels if able(self.config, kernels) else None
+        return self.kernels is not None
+
+    def _running(self, positions: torch.Tensor, tree: Tree) -> tuple[Any, ...]:
+        """What a Runner over these tokens is made of."""
+        cos, sin = self.rotary(positions[None])
+        return self.kernels, self.config, tree, (cos[0], sin[0]), torch.get_num_threads(), self.prune
+
+    def _through(self, function: Callable[..., Any], *given: Any) -> Any:
+        """One block's function, whose activations are kept or computed again."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(function, *given, use_reentrant=False)
+        return function(*given)
+
     def top(self, hidden: torch.Tensor, batch: Batch, cut: int) -> torch.Tensor:
         """From what the cut sees, (T, d), to the normed states (n, d) at which targets are predicted."""
+        if self.kernels and self.supervised_only and cut < self.depth:
+            asked, place = torch.unique(batch.at, return_inverse=True)  # two rows may ask at the same place
+            if batch.kept is None:
+                runner = Runner(*self._running(batch.positions, batch.tree))
+                stream: Pending = (hidden, None)
+                for block in self.layers[cut:-1]:
+                    stream = self._through(runner.block, block, stream)
+                stream = runner.last_block(self.layers[-1], stream, asked.numpy())
+            else:
+                splitter = SplitRunner(batch.kept, *self._running(batch.positions, batch.tree))
+                streams = splitter.split(hidden)
+                for block in self.layers[cut:-1]:
+                    streams = self._through(splitter.both, block, *streams)
+                stream = splitter.last(self.layers[-1], *streams, asked.numpy())
+            return add_norm(stream, self.model.norm, self.kernels)[1][place]
         out = self.run(hidden[None], batch.positions[None], batch.tree, cut, self.depth)
-        return self.final(out[0][batch.at])
+        return self.final(out[0][batch.at] if self.supervised_only else out[0])
 
     def trunk(self, batch: Batch, cut: int) -> torch.Tensor:
         """What the cut sees, (T, d); without autograd."""
@@ -170,10 +196,13 @@ def weight_of(module: nn.Module) -> torch.Tensor:
     return weight.detach().float().clone()
 
 
-def load(path: str | Path, frozen: str = "auto") -> Stack:
-    """A GGUF file, a Hugging Face directory or a hub id."""
+def load(path: str | Path, frozen: str = "auto", lean: bool = False) -> Stack:
+    """A GGUF file, a Hugging Face directory or a hub id.
+
+    lean: blocks that the kernels alone can run; without importing transformers, where that is possible.
+    """
     if is_gguf(path):
-        return _load_gguf(Path(path), frozen)
+        return _load_gguf(Path(path), frozen, lean)
     from edgeft.model.hf import load_hf
 
     return load_hf(str(path), frozen)
@@ -182,75 +211,14 @@ def load(path: str | Path, frozen: str = "auto") -> Stack:
 # ---------------------------------------------------------------- GGUF
 
 
-def check_architecture(gguf: GGUF) -> None:
-    if gguf.arch not in ARCHITECTURES:
-        raise ModelError(
-            f"{gguf.path.name} is of architecture `{gguf.arch or 'unknown'}`, which is not supported",
-            f"supported: {', '.join(ARCHITECTURES)} (LLaMA 1 to 3, Mistral, SmolLM, TinyLlama, Qwen 2, 2.5 and 3)",
-        )
-    if gguf.get("expert_count", 0):
-        raise ModelError(
-            f"{gguf.path.name} is a mixture of experts, which is not supported", "use a dense model of the same family"
-        )
-
-
-def check_frozen(path: str | Path, frozen: str) -> None:
-    if frozen not in ("auto", "dense"):
-        raise ModelError(
-            f"`model.frozen: {frozen}` is for Hugging Face weights; {Path(path).name} is packed already",
-            "use `--set model.frozen=auto` (as packed in the file) or `dense`",
-        )
-
-
-def _rope(gguf: GGUF, head_dim: int) -> dict[str, Any]:
-    """transformers' rope parameters; frequency factors in the file (LLaMA 3) are put in afterwards."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(gguf.get("rope.freq_base", 10000.0))}
-    kind = gguf.get("rope.scaling.type", "none")
-    if kind == "linear":
-        rope |= {"rope_type": "linear", "factor": float(gguf.get("rope.scaling.factor", 1.0))}
-    elif kind == "yarn":
-        rope |= {
-            "rope_type": "yarn",
-            "factor": float(gguf.get("rope.scaling.factor", 1.0)),
-            "original_max_position_embeddings": int(gguf.need("rope.scaling.original_context_length")),
-        }
-    elif kind != "none":
-        raise ModelError(f"{gguf.path.name} has the rope scaling `{kind}`, which is not supported")
-    if int(gguf.get("rope.dimension_count", head_dim)) != head_dim:
-        raise ModelError(f"{gguf.path.name} rotates only a part of each head, which is not supported")
-    return rope
-
-
 def gguf_config(gguf: GGUF) -> Any:
     """transformers' configuration of the same model."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-    check_architecture(gguf)
-    heads, width = int(gguf.need("attention.head_count")), int(gguf.need("embedding_length"))
-    head_dim = int(gguf.get("attention.key_length", width // heads))
-    if "token_embd.weight" not in gguf.tensors or "output_norm.weight" not in gguf.tensors:
-        raise ModelError(f"{gguf.path.name} lacks its embedding or its last norm", "download or copy it again")
-    common: dict[str, Any] = {
-        "hidden_size": width,
-        "num_hidden_layers": int(gguf.need("block_count")),
-        "intermediate_size": int(gguf.need("feed_forward_length")),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(gguf.get("attention.head_count_kv", heads)),
-        "head_dim": head_dim,
-        "vocab_size": gguf.tensors["token_embd.weight"].shape[1],
-        "rms_norm_eps": float(gguf.need("attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": int(gguf.get("context_length", 2048)),
-        "rope_parameters": _rope(gguf, head_dim),
-        "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "attn_implementation": "sdpa",
-    }
-    for name in ("bos", "eos"):
-        found = gguf.get_key(f"tokenizer.ggml.{name}_token_id")
-        if found is not None:
-            common[f"{name}_token_id"] = int(found)
+    values = header_values(gguf)
     if gguf.arch == "llama":
-        return LlamaConfig(**common)
-    return Qwen2Config(**common) if gguf.arch == "qwen2" else Qwen3Config(**common)
+        return LlamaConfig(**values)
+    return Qwen2Config(**values) if gguf.arch == "qwen2" else Qwen3Config(**values)
 
 
 def head_order(heads: int, rows: int) -> np.ndarray:
@@ -289,14 +257,21 @@ def _set(root: nn.Module, path: str, module: nn.Module) -> None:
     setattr(root.get_submodule(parent), name, module)
 
 
-def _load_gguf(path: Path, frozen: str) -> Stack:
-    from transformers import AutoModel
-
+def _load_gguf(path: Path, frozen: str, lean: bool) -> Stack:
     check_frozen(path, frozen)
     gguf = GGUF.open(path)
-    config = gguf_config(gguf)
-    with torch.device("meta"):
-        model = AutoModel.from_config(config)
+    config: Any
+    model: Any
+    if lean and lean_model.able(header_values(gguf)):
+        config = SimpleNamespace(**header_values(gguf))
+        with torch.device("meta"):
+            model = lean_model.Model(config, gguf.arch)
+    else:
+        from transformers import AutoModel
+
+        config = gguf_config(gguf)
+        with torch.device("meta"):
+            model = AutoModel.from_config(config)
     for number, block in enumerate(model.layers):
         for tensor, (module_name, name) in LINEARS.items():
             matrix = packed(gguf, f"blk.{number}.{name}.weight")

@@ -8,14 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from edgeft.config import UpdateConfig
 from edgeft.errors import ConfigError
-from edgeft.model.stack import BIASES, LINEARS, NORMS, Stack, _set, weight_of
+from edgeft.model.header import BIASES, LINEARS, NORMS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from edgeft.model.stack import Stack
 
 BLOCKS_HINT = "`6` is the top six, `11-19` a range, `[3, 7]` single ones, `37%-67%` a share of the depth, or `all`"
 
@@ -107,6 +110,11 @@ def make(update: UpdateConfig, depth: int, arch: str) -> Scheme:
 
 def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
     """Puts the scheme into the stack; returns what is trained, by its name in transformers' model."""
+    import torch
+    from torch import nn
+
+    from edgeft.model.stack import _set, weight_of
+
     for parameter in stack.model.parameters():
         parameter.requires_grad_(False)
     for number in scheme.blocks:
@@ -138,6 +146,7 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
 
 
 def _inject_lora(stack: Stack, scheme: Scheme, seed: int) -> None:
+    import torch
     from peft import LoraConfig, inject_adapter_in_model
 
     names = "|".join(re.escape(LINEARS[t][0]) for t in scheme.tensors)
@@ -161,6 +170,8 @@ def updated(stack: Stack, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
 
     Names: layers.11.self_attn.q_proj.weight, layers.3.mlp.up_proj.bias, layers.3.input_layernorm.weight.
     """
+    from edgeft.model.stack import weight_of
+
     for number in scheme.blocks:
         block = stack.layers[number]
         for tensor in scheme.tensors:

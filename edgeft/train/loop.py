@@ -11,10 +11,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -23,11 +24,15 @@ from edgeft.config import TrainConfig
 from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest, epoch_order
 from edgeft.errors import EdgeftError, StoppedError
-from edgeft.model.stack import Stack
+from edgeft.model.pool import pool
+from edgeft.model.stack import Batch, Stack
+from edgeft.plan import shape_of_config
 from edgeft.run import Run
 from edgeft.sparse.scheme import Scheme
 from edgeft.train import checkpoint, trunk
+from edgeft.train.optimizer import Optimizer
 from edgeft.train.progress import Progress
+from edgeft.work import step_flops
 
 
 @dataclass
@@ -91,6 +96,15 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
             signal.signal(which, handler)
 
 
+@dataclass
+class Passed:
+    """What the passes of one step came to."""
+
+    loss: float = 0.0
+    tokens: int = 0  # of the forest
+    flops: float = 0.0  # needed
+
+
 class Trainer:
     """One run's training. `parameters` are the trained ones by name; everything else is frozen."""
 
@@ -109,15 +123,13 @@ class Trainer:
         how = run.recipe.how
         if how.threads:
             torch.set_num_threads(how.threads)
-        stack.recompute = how.recompute
+        stack.recompute, stack.supervised_only, stack.prune = how.recompute, how.supervised_only, how.prune
         self.forest = Forest(train + heldout, share=how.tree)
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))
         self.schedule = Schedule(len(train), run.recipe.train, stack.width)
-        t = run.recipe.train
-        self.optimizer = torch.optim.AdamW(
-            parameters.values(), lr=t.lr, betas=(t.beta1, t.beta2), weight_decay=t.weight_decay, fused=True
-        )
+        self.optimizer = Optimizer(parameters, run.recipe.train, how)
+        self.shape = shape_of_config(stack.config)
         self.step = 0
         self.best_loss = math.inf
         self.best_step = 0
@@ -136,20 +148,49 @@ class Trainer:
         size = self.run.recipe.train.batch_rows
         return self._order[place * size : (place + 1) * size]
 
-    def backward(self, rows: list[int], stopping: Callable[[], bool]) -> tuple[float, int] | None:
-        """Gradients of the mean loss over all targets of these rows, whatever the micro-batches; (loss, tokens)."""
+    def backward(self, rows: list[int], stopping: Callable[[], bool]) -> Passed | None:
+        """Gradients of the mean loss over all targets of these rows, whatever the micro-batches; None: stopped."""
         targets = self.forest.trained(rows)
-        loss, tokens = 0.0, 0
-        for part in self.forest.micro_batches(rows, self.run.recipe.how.micro_batch_tokens):
+        parts = list(self.forest.micro_batches(rows, self.run.recipe.how.micro_batch_tokens))
+        passed = Passed()
+        for part in parts:
             if stopping():
                 return None
             nodes, batch = self.forest.batch(part)
-            hidden = self.trunk.hidden(nodes, batch)
-            piece = self.stack.head.loss(self.stack.top(hidden, batch, self.scheme.cut), batch.targets) / targets
-            piece.backward()  # type: ignore[no-untyped-call]
-            loss += float(piece.detach())
-            tokens += len(nodes)
-        return loss, tokens
+            self._choose_tokens(batch, part[0])
+            piece = self.loss(nodes, batch) / targets
+            with self.optimizer.last_pass() if part is parts[-1] else nullcontext():
+                piece.backward()  # type: ignore[no-untyped-call]
+            passed.loss += float(piece.detach())
+            passed.tokens += len(nodes)
+            passed.flops += self.flops(batch)
+        return passed
+
+    def _choose_tokens(self, batch: Batch, salt: int) -> None:
+        """TokenTune: a random share of the tokens, the same when the step is taken again; trained ones always."""
+        t = self.run.recipe.train
+        if t.token_share < 1:
+            random = np.random.default_rng([t.seed, self.step, salt])
+            chosen = random.permutation(len(batch.tokens))[: round(t.token_share * len(batch.tokens))]
+            batch.kept = np.union1d(chosen, batch.at.numpy())
+
+    def loss(self, nodes: np.ndarray, batch: Batch) -> torch.Tensor:
+        """Sum over the batch's targets."""
+        seen = self.trunk.hidden(nodes, batch)
+        if not self.stack.prune and torch.is_grad_enabled():
+            seen.requires_grad_()  # a gradient below the cut
+        hidden = self.stack.top(seen, batch, self.scheme.cut)
+        if not self.stack.supervised_only:
+            hidden = self.stack.head.everywhere(hidden)[batch.at]
+        return self.stack.head.loss(hidden, batch.targets)
+
+    def flops(self, batch: Batch) -> float:
+        """What this batch needs, forward and backward."""
+        asked = torch.unique(batch.at)
+        seen = batch.positions + 1  # tokens that each one sees
+        return step_flops(
+            self.shape, self.scheme, len(seen), int(seen.sum()), len(asked), int(seen[asked].sum()), len(batch.targets)
+        )
 
     def heldout_loss(self) -> float:
         """Mean nats per target over the held-out rows."""
@@ -157,11 +198,8 @@ class Trainer:
             return math.nan
         total = 0.0
         with torch.no_grad():
-            tokens = trunk.WITHOUT_GRADIENT * self.run.recipe.how.micro_batch_tokens
-            for part in self.forest.micro_batches(self.heldout, tokens):
-                nodes, batch = self.forest.batch(part)
-                states = self.stack.top(self.trunk.hidden(nodes, batch), batch, self.scheme.cut)
-                total += float(self.stack.head.loss(states, batch.targets))
+            for part in self.forest.micro_batches(self.heldout, self.run.recipe.how.micro_batch_tokens):
+                total += float(self.loss(*self.forest.batch(part)))
         return total / self.forest.trained(self.heldout)
 
     # ------------------------------------------------ the loop
@@ -169,7 +207,8 @@ class Trainer:
     def fit(self, model_id: str) -> None:
         self.began = time.monotonic()
         with stop_requests() as stopping:
-            found = trunk.prepare(self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, stopping)
+            cut, engine = self.scheme.cut, "kernels" if self.stack.kernels else "torch"
+            found = trunk.prepare(self.run, self.stack, self.forest, cut, model_id, self.progress, stopping, engine)
             if found is None:
                 raise self._stopped()
             self.trunk = found
@@ -179,47 +218,47 @@ class Trainer:
     def _fit(self, stopping: Callable[[], bool]) -> None:
         t, schedule = self.run.recipe.train, self.schedule
         validate_after = schedule.validate_after()
+        pool.resize(max(self.run.recipe.how.micro_batch_tokens, max(map(len, self.forest.paths))))
         self.progress.stage("train", schedule.steps)
         self.progress.advance(self.step)
         if self.step == 0:
-            self.base_loss = self.heldout_loss()
-            self.run.log(event="validation", step=0, heldout_loss=self.base_loss)
+            begin = time.monotonic()
+            self.base_loss = self.trunk.recall("base_loss", f"{len(self.rows)} rows", self.heldout_loss)
+            self.run.log(
+                event="validation", step=0, heldout_loss=self.base_loss, seconds=round(time.monotonic() - begin, 3)
+            )
             self.progress.line(f"held-out loss before training: {self.base_loss:.4f}")
         saved_at = time.monotonic()
         while self.step < schedule.steps:
             begin = time.monotonic()
-            self.optimizer.zero_grad(set_to_none=True)
-            result = self.backward(self.step_rows(self.step), stopping)
-            if result is None:
+            lr = schedule.lr(self.step)
+            self.optimizer.set_rate(lr)
+            passed = self.backward(self.step_rows(self.step), stopping)
+            if passed is None:
+                self.optimizer.clear()
                 self.save()
                 raise self._stopped()
-            loss, tokens = result
-            if not math.isfinite(loss):
+            if not math.isfinite(passed.loss):
                 raise EdgeftError(
-                    f"the loss is {loss} at step {self.step + 1}",
+                    f"the loss is {passed.loss} at step {self.step + 1}",
                     f"lower the learning rate, for example --set train.lr={t.lr / 4:g}",
                 )
-            norm = nn.utils.clip_grad_norm_(self.parameters.values(), t.clip or math.inf)
-            lr = schedule.lr(self.step)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            norm = self.optimizer.step()
             self.step += 1
             seconds = time.monotonic() - begin
             self.trained_s += seconds
             rss = self.process.memory_info().rss
             self.run.log(
-                event="step", step=self.step, loss=loss, lr=lr, grad_norm=float(norm),
-                tokens=tokens, seconds=round(seconds, 4), rss_bytes=rss,
+                event="step", step=self.step, loss=passed.loss, lr=lr, grad_norm=norm,
+                tokens=passed.tokens, flops=passed.flops, seconds=round(seconds, 4), rss_bytes=rss,
             )  # fmt: skip
-            note = f"loss {loss:.3f} · {tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"
+            note = f"loss {passed.loss:.3f} · {passed.tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"
             self.progress.advance(1, note)
             if self.step in validate_after:
                 self._validate()
             if time.monotonic() - saved_at >= self.run.recipe.how.checkpoint_s and self.step < schedule.steps:
                 self.save()
                 saved_at = time.monotonic()
-        self.optimizer.zero_grad(set_to_none=True)
         self.save()
         self.progress.end()
         self.run.write_json(
@@ -238,9 +277,11 @@ class Trainer:
         )
 
     def _validate(self) -> None:
+        begin = time.monotonic()
         loss = self.heldout_loss()
         better = loss < self.best_loss or not self.heldout
-        self.run.log(event="validation", step=self.step, heldout_loss=loss, best=better)
+        seconds = round(time.monotonic() - begin, 3)
+        self.run.log(event="validation", step=self.step, heldout_loss=loss, best=better, seconds=seconds)
         self.progress.line(f"step {self.step}: held-out loss {loss:.4f}{' (best so far)' if better else ''}")
         if better:
             self.best_loss, self.best_step = loss, self.step
@@ -249,11 +290,10 @@ class Trainer:
     # ------------------------------------------------ stopping and going on
 
     def save(self) -> None:
-        tensors: dict[str, torch.Tensor] = dict(self.parameters)
-        for name, parameter in self.parameters.items():
-            for part, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"adamw.{part}.{name}"] = value
+        kept, numbers = self.optimizer.state()
+        tensors: dict[str, torch.Tensor] = {**self.parameters, **kept}
         state = {
+            "optimizer": numbers,
             "step": self.step,
             "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
             "best_step": self.best_step,
@@ -271,9 +311,7 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(tensors[name])
-                parts = {part: tensors.get(f"adamw.{part}.{name}") for part in ("step", "exp_avg", "exp_avg_sq")}
-                if all(value is not None for value in parts.values()):
-                    self.optimizer.state[parameter] = parts
+        self.optimizer.restore(tensors, state["optimizer"])
         self.step = int(state["step"])
         self.best_loss = math.inf if state["best_loss"] is None else float(state["best_loss"])
         self.best_step = int(state["best_step"])

@@ -1,50 +1,229 @@
 """The trunk: blocks below the cut run once over the data, and what the cut sees is kept in a file.
 
-The file is good for exactly one model, cut, set of tokens and format; anything else makes it anew.
+The file is good for exactly one set of frozen weights, cut, set of tokens and format; all runs that want it share it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable
+import mmap
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from edgeft import cache
+from edgeft.cache import model_id as model_id
 from edgeft.data.tree import Forest
-from edgeft.errors import ModelError
+from edgeft.errors import ModelError, RunError
+from edgeft.model import ggml, is_gguf
 from edgeft.model.stack import Batch, Stack
 from edgeft.run import Run, writing
 from edgeft.train.progress import Progress
 
-FORMAT = 1
-DTYPES = {"fp16": np.float16, "fp32": np.float32}
+FORMAT = 2
 ROWS_PER_SYNC = 256  # after so many rows the place reached is written down
+SYNC_S = 10.0  # block by block: after so many seconds
 WITHOUT_GRADIENT = 2  # micro-batches may be so many times larger where no activation is kept for a backward pass
+DROP_HINT = "see and clear the cache with `edgeft cache`, or keep it in the run folder: --set how.trunk_place=run"
 
 
-def key(stack: Stack, forest: Forest, cut: int, dtype: str, model_id: str) -> str:
-    """Changes when anything changes that the cached states depend on."""
-    digest = hashlib.sha256(f"{FORMAT}|{model_id}|{cut}|{dtype}|{stack.width}".encode())
+def key(forest: Forest, cut: int, dtype: str, width: int, model_id: str, frozen: str, engine: str = "") -> str:
+    """Changes when anything changes that the cached states depend on; `engine` names the code that computes them."""
+    digest = hashlib.sha256(f"{FORMAT}|{engine}|{model_id}|{frozen}|{cut}|{dtype}|{width}".encode())
     for part in (forest.tokens, forest.parents):
         digest.update(np.ascontiguousarray(part).tobytes())
     return digest.hexdigest()
 
 
+# ---------------------------------------------------------------- states as bytes
+
+
+class Codec:
+    """States (T, d) float32 ↔ rows of bytes (T, row_bytes)."""
+
+    tail_bytes = 0  # what the file holds behind its last row
+
+    def __init__(self, width: int) -> None:
+        self.width, self.row_bytes = width, 4 * width
+
+    def encode(self, hidden: torch.Tensor) -> np.ndarray:
+        return hidden.contiguous().numpy().view(np.uint8)
+
+    def decode(self, rows: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(rows.view(np.float32))
+
+    def tail(self) -> bytes:
+        return b""
+
+    def read_tail(self, data: bytes) -> None:
+        """Takes up where an earlier process stopped."""
+
+
+class Half(Codec):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.row_bytes = 2 * width
+
+    def encode(self, hidden: torch.Tensor) -> np.ndarray:
+        if not float(hidden.abs().max()) <= torch.finfo(torch.float16).max:
+            raise ModelError(
+                "this model's hidden states are too large for the fp16 trunk cache", "--set how.trunk_dtype=fp32"
+            )
+        return hidden.half().numpy().view(np.uint8)
+
+    def decode(self, rows: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(rows.view(np.float16)).float()
+
+
+class Int8(Codec):
+    """Channels divided by their usual size, then ggml's q8_0: groups of 32 int8 values with an fp16 scale each.
+
+    A few channels of a LLaMA's hidden states are far larger than the rest: with one scale per token all others drown.
+    Channel sizes here are those of the first 400 tokens; in use, those of the first micro-batch.
+    Relative error of a token's states, mean over the tokens of 64 handbook rows in
+    SmolLM2-135M at cuts 3, 11 and 20, all channels | all but the 4 largest | worst token of the latter at cut 20:
+        one scale per token          2.7 2.9 2.9 %  | 6.3 4.8 4.2 %    | 65 %
+        groups of 64                 1.4 1.4 1.4 %  | 2.8 2.3 2.0 %    | 20 %
+        groups of 32 (q8_0)          1.0 1.1 1.0 %  | 2.1 1.7 1.4 %    | 15 %
+        channels ÷ rms, q8_0         0.7 0.5 2.4 %  | 0.5 0.5 0.6 %    | 0.8 %
+        channels ÷ median, q8_0      0.7 0.7 0.7 %  | 0.6 0.6 0.6 %    | 1.0 %   (this one)
+        fp16                         0.02 %         | 0.02 %           | 0.03 %
+    The rms suffers at cut 20, where one value reaches 24,827 and the largest of the median token is 119; the likely
+    reason is that few such tokens set the rms of a channel, which was not looked into.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        if not ggml.fits_row(ggml.Q8_0, width):
+            raise ModelError(f"the int8 trunk cache packs 32 channels, and this model has {width}", "use fp16")
+        self.row_bytes, self.tail_bytes = ggml.row_bytes(ggml.Q8_0, width), 4 * width
+        self.channels: np.ndarray | None = None  # (d,) their median size in the first states that were seen
+
+    def encode(self, hidden: torch.Tensor) -> np.ndarray:
+        values = hidden.numpy()
+        if self.channels is None:
+            sizes = np.median(np.abs(values), axis=0)
+            self.channels = np.maximum(sizes, 1e-3 * sizes.mean() + 1e-12).astype(np.float32)
+        return ggml.pack(values / self.channels, ggml.Q8_0).reshape(len(values), self.row_bytes)
+
+    def decode(self, rows: np.ndarray) -> torch.Tensor:
+        assert self.channels is not None
+        out = torch.empty(len(rows), self.width)
+        ggml.unpack(np.ascontiguousarray(rows), ggml.Q8_0, out.numpy(), 1)
+        return out.mul_(torch.from_numpy(self.channels))
+
+    def tail(self) -> bytes:
+        return b"" if self.channels is None else self.channels.tobytes()
+
+    def read_tail(self, data: bytes) -> None:
+        found = np.frombuffer(data, np.float32).copy()
+        self.channels = found if found.any() else None  # block by block, they come with the last block
+
+
+CODECS = {"fp32": Codec, "fp16": Half, "int8": Int8}
+
+
+class States:
+    """Rows of bytes in a file, by number. Read and written, not mapped: mapped pages count as this process's memory."""
+
+    def __init__(self, path: Path, row_bytes: int, write: bool = False) -> None:
+        self.path, self.row_bytes = path, row_bytes
+        self.handle = os.open(path, (os.O_RDWR | os.O_CREAT if write else os.O_RDONLY) | os.O_CLOEXEC, 0o600)
+
+    def _runs(self, numbers: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        """(place in `numbers`, first number, count) of neighbours; `numbers` rise."""
+        breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+        for start, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), len(numbers)], strict=True):
+            yield start, int(numbers[start]), stop - start
+
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        out = np.empty((len(numbers), self.row_bytes), np.uint8)
+        for place, first, count in self._runs(numbers):
+            self._fill(out[place : place + count], first * self.row_bytes)
+        return out
+
+    def _fill(self, part: np.ndarray, offset: int) -> None:
+        flat, at = part.reshape(-1).data, 0
+        while at < len(flat):
+            got = os.preadv(self.handle, [flat[at:]], offset + at)
+            if got == 0:
+                raise RunError(f"{self.path} is shorter than it was", "go on with --resume: it is made anew")
+            at += got
+
+    def write(self, numbers: np.ndarray, rows: np.ndarray) -> None:
+        for place, first, count in self._runs(numbers):
+            self.write_at(np.ascontiguousarray(rows[place : place + count]).data.cast("B"), first * self.row_bytes)
+
+    def write_at(self, data: memoryview | bytes, offset: int) -> None:
+        at = 0
+        while at < len(data):
+            at += os.pwrite(self.handle, data[at:], offset + at)
+
+    def sync(self) -> None:
+        os.fsync(self.handle)
+
+    def close(self) -> None:
+        os.close(self.handle)
+
+    def reserve(self, size: int) -> None:
+        """Takes the disk space now, so that a full disk is found out at once."""
+        os.ftruncate(self.handle, 0)
+        os.ftruncate(self.handle, size)
+        if hasattr(os, "posix_fallocate") and size:
+            os.posix_fallocate(self.handle, 0, size)
+
+
+def _crc(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            found = zlib.crc32(piece, found)
+    return found
+
+
+# ---------------------------------------------------------------- what the trainer sees
+
+
 class Trunk:
     """What the cut sees, by forest node."""
 
-    def __init__(self, stack: Stack, cut: int, states: np.ndarray | None) -> None:
-        self.stack, self.cut, self.states = stack, cut, states
+    def __init__(self, stack: Stack, cut: int, states: States | None, codec: Codec | None = None) -> None:
+        self.stack, self.cut, self.states, self.codec = stack, cut, states, codec
+        self.entry: cache.Entry | None = None  # held, so that nobody takes the file away
 
     def hidden(self, nodes: np.ndarray, batch: Batch) -> torch.Tensor:
         """(T, d) float32."""
         if self.cut == 0:
             return self.stack.embed(batch.tokens)  # type: ignore[no-any-return]
-        if self.states is None:
+        if self.states is None or self.codec is None:
             return self.stack.trunk(batch, self.cut)
-        return torch.from_numpy(self.states[nodes].astype(np.float32))
+        return self.codec.decode(self.states.read(nodes))
+
+    def recall(self, name: str, of: str, compute: Callable[[], float]) -> float:
+        """A number that depends on the frozen model and these rows alone: computed once, kept beside the states."""
+        key = f"{name}: {of}"
+        if self.entry is None:
+            return compute()
+        found = self.entry.note.get(key)
+        if not isinstance(found, float):
+            found = compute()
+            with suppress(RunError):  # a note for later: this run does not need it
+                self.entry.write_note({**self.entry.note, key: found})
+        return found
+
+    def close(self) -> None:
+        """Lets go of the cache; the process's end does the same."""
+        if self.states is not None:
+            self.states.close()
+        if self.entry is not None:
+            self.entry.close()
 
 
 def prepare(
@@ -55,70 +234,252 @@ def prepare(
     model_id: str,
     progress: Progress,
     stopping: Callable[[], bool],
+    engine: str = "",
 ) -> Trunk | None:
     """Fills the cache, or takes it as it is when it is whole; None when asked to stop on the way."""
     how = run.recipe.how
     if cut == 0 or how.trunk == "rerun":
         return Trunk(stack, cut, None)
-    wanted = key(stack, forest, cut, how.trunk_dtype, model_id)
-    note = run.path / "trunk.json"
-    state = run.read_json(note) or {}
-    shape = (len(forest), stack.width)
-    dtype = DTYPES[how.trunk_dtype]
-    whole = len(forest) * stack.width * np.dtype(dtype).itemsize
-    same = state.get("key") == wanted and run.trunk.is_file() and run.trunk.stat().st_size == whole
-    done = int(state.get("rows", 0)) if same else 0
-    with writing(run.trunk):
-        if not same:
-            run.write_json(note, {"key": wanted, "rows": 0})
-            with run.trunk.open("wb") as file:
-                file.truncate(whole)
-                _reserve(file.fileno(), whole)
-        states = np.memmap(run.trunk, dtype=dtype, mode="r+", shape=shape)
-    rows = forest.order
-    progress.stage("trunk", len(rows))
-    progress.advance(done)
-    while done < len(rows):
-        for part in forest.micro_batches(rows[done : done + ROWS_PER_SYNC], WITHOUT_GRADIENT * how.micro_batch_tokens):
-            if stopping():
-                return None
-            nodes, batch = forest.batch(part)
-            hidden = stack.trunk(batch, cut).numpy()
-            if how.trunk_dtype == "fp16" and np.abs(hidden).max() > np.finfo(np.float16).max:
-                raise ModelError(
-                    "this model's hidden states are too large for the fp16 trunk cache", "--set how.trunk_dtype=fp32"
-                )
-            states[nodes] = hidden.astype(dtype)
-            progress.advance(len(part))
-        done = min(done + ROWS_PER_SYNC, len(rows))
-        states.flush()
-        run.write_json(note, {"key": wanted, "rows": done})
-    progress.end()
-    return Trunk(stack, cut, np.memmap(run.trunk, dtype=dtype, mode="r", shape=shape))
+    frozen = run.recipe.model.frozen
+    if frozen == "auto":
+        frozen = "packed" if is_gguf(stack.source) else "nf4"
+    codec = CODECS[how.trunk_dtype](stack.width)
+    note = {
+        "key": key(forest, cut, how.trunk_dtype, stack.width, model_id, frozen, engine),
+        "model": Path(stack.source).name,
+        "cut": cut,
+        "dtype": how.trunk_dtype,
+        "tokens": len(forest),
+        "bytes": len(forest) * codec.row_bytes + codec.tail_bytes,
+    }
+    entry, shared = _place(run, note, progress)
+
+    def whole() -> bool:
+        found = entry.note
+        return (
+            found.get("key") == note["key"]
+            and "crc32" in found
+            and entry.states.is_file()
+            and entry.states.stat().st_size == note["bytes"]
+            and _crc(entry.states) == found["crc32"]
+        )
+
+    with ExitStack() as undo, writing(entry.path, DROP_HINT if shared else "choose another place with -o"):
+        undo.callback(entry.close)
+        had = entry.acquire(
+            whole, stopping, lambda: progress.line("trunk: another process is making the same cache; waiting for it")
+        )
+        if not had:
+            return None
+        made = had == "make" and not whole()
+        if made and not _Maker(run, stack, forest, cut, entry, codec, note, shared, progress, stopping).make():
+            return None
+        if not made:
+            progress.line(f"trunk: {len(forest)} tokens taken from the cache of an earlier run")
+        entry.share()
+        let_go(stack, 0, cut)
+        states = States(entry.states, codec.row_bytes)
+        if codec.tail_bytes:
+            codec.read_tail(os.pread(states.handle, codec.tail_bytes, len(forest) * codec.row_bytes))
+        undo.pop_all()
+    found = Trunk(stack, cut, states, codec)
+    found.entry = entry
+    return found
 
 
-def _reserve(handle: int, size: int) -> None:
-    """Takes the disk space now: a mapped write into a full disk would kill the process."""
-    import os
+def _place(run: Run, note: dict[str, Any], progress: Progress) -> tuple[cache.Entry, bool]:
+    """The entry in the shared cache if it can lie there, else the one in the run folder."""
+    how, root = run.recipe.how, cache.trunks()
+    if how.trunk_place == "shared" and root is not None:
+        if note["bytes"] > how.trunk_cache_bytes:
+            progress.line(
+                f"trunk: {note['bytes'] / 2**30:.1f} GiB are more than the shared cache may hold "
+                f"(how.trunk_cache_bytes); it is kept in the run folder"
+            )
+            return cache.Entry(run.trunk), False
+        try:
+            with cache.changing(root):
+                return cache.Entry(root / note["key"][:32]), True
+        except OSError as error:  # no home folder of one's own, a read-only disk
+            progress.line(f"trunk: {root} cannot be used ({error.strerror}); the cache is kept in the run folder")
+    return cache.Entry(run.trunk), False
 
-    if hasattr(os, "posix_fallocate") and size:
-        os.posix_fallocate(handle, 0, size)
+
+# ---------------------------------------------------------------- making it
 
 
-def model_id(path: str) -> str:
-    """Names the weights: the file's size and a hash of its header and of samples across it, or a folder's files."""
-    from pathlib import Path
+class _Maker:
+    """Computes all states; the place reached is written down after the data before it is on the disk."""
 
-    digest = hashlib.sha256()
-    source = Path(path)
-    files = [source] if source.is_file() else sorted(source.glob("*.safetensors")) + sorted(source.glob("config.json"))
-    if not files:
-        digest.update(path.encode())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(json.dumps([file.name, size]).encode())
-        with file.open("rb") as handle:
-            for place in range(64):  # 64 samples of 64 KiB
-                handle.seek(size * place // 64)
-                digest.update(handle.read(1 << 16))
-    return digest.hexdigest()
+    def __init__(
+        self,
+        run: Run,
+        stack: Stack,
+        forest: Forest,
+        cut: int,
+        entry: cache.Entry,
+        codec: Codec,
+        note: dict[str, Any],
+        shared: bool,
+        progress: Progress,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self.run, self.stack, self.forest, self.cut, self.entry, self.codec = run, stack, forest, cut, entry, codec
+        self.note, self.shared, self.progress, self.stopping = note, shared, progress, stopping
+        how = run.recipe.how
+        self.tokens = WITHOUT_GRADIENT * how.micro_batch_tokens
+        self.blocks = how.trunk_order == "blocks" and cut > 1
+        # what a half-made file depends on beside its key: how the rows are cut up
+        self.way = {"order": how.trunk_order, "micro_batch": self.tokens if self.blocks else 0, "format": FORMAT}
+
+    def make(self) -> bool:
+        """False when asked to stop on the way."""
+        found = self.entry.note
+        same = (
+            found.get("key") == self.note["key"]
+            and found.get("way") == self.way
+            and self.entry.states.is_file()
+            and self.entry.states.stat().st_size == self.note["bytes"]
+        )
+        reached = found.get("reached") if same else None
+        with ExitStack() as files:
+            states = States(self.entry.states, self.codec.row_bytes, write=True)
+            files.callback(states.close)
+            if not isinstance(reached, int) or reached <= 0:
+                reached = 0
+                self._reserve(states)
+            elif self.codec.tail_bytes:
+                self.codec.read_tail(os.pread(states.handle, self.codec.tail_bytes, self._tail_at()))
+            if not (self._by_blocks(states, reached, files) if self.blocks else self._by_rows(states, reached)):
+                return False
+        for name in ("even.bin", "odd.bin"):
+            (self.entry.path / name).unlink(missing_ok=True)
+        self.entry.write_note({**self.note, "crc32": _crc(self.entry.states)})
+        self.progress.end()
+        return True
+
+    def _tail_at(self) -> int:
+        return len(self.forest) * self.codec.row_bytes
+
+    def _reserve(self, states: States) -> None:
+        """Makes room in the shared cache, then takes the disk space."""
+        self.entry.note_file.unlink(missing_ok=True)
+        try:
+            if self.shared:
+                root, limit = self.entry.path.parent, self.run.recipe.how.trunk_cache_bytes
+                with cache.changing(root):
+                    cache.make_room(root, self.entry, self.note["bytes"], limit)
+                    states.reserve(self.note["bytes"])
+            else:
+                states.reserve(self.note["bytes"])
+        except OSError:
+            self.entry.states.unlink(missing_ok=True)  # half a reservation is of no use to anyone
+            raise
+        self._write_down(0)
+
+    def _write_down(self, reached: int) -> None:
+        self.entry.write_note({**self.note, "way": self.way, "reached": reached})
+
+    def _parts(self, first_row: int) -> Iterator[tuple[int, list[list[int]]]]:
+        """(rows done after it, its micro-batches) for every stretch of rows."""
+        rows = self.forest.order
+        for start in range(first_row, len(rows), ROWS_PER_SYNC):
+            part = rows[start : start + ROWS_PER_SYNC]
+            yield start + len(part), list(self.forest.micro_batches(part, self.tokens))
+
+    def _write(self, states: States, nodes: np.ndarray, hidden: torch.Tensor) -> None:
+        fresh = self.codec.tail() == b""
+        states.write(nodes, self.codec.encode(hidden))
+        if fresh and self.codec.tail_bytes:
+            states.write_at(self.codec.tail(), self._tail_at())
+
+    # ------------------------------------------------ all blocks for a few rows
+
+    def _by_rows(self, states: States, reached: int) -> bool:
+        """`reached`: nodes that are done; they are the first ones, since rows come in the nodes' order."""
+        forest, rows = self.forest, self.forest.order
+        ends = np.maximum.accumulate([int(forest.paths[row][-1]) + 1 for row in rows])
+        # whole stretches only: the same micro-batches, and so the same bits, as in a process that was not stopped
+        done = len(rows) if reached >= ends[-1] else int(np.searchsorted(ends, reached, "right"))
+        done = done // ROWS_PER_SYNC * ROWS_PER_SYNC if done < len(rows) else done
+        self.progress.stage("trunk", len(rows))
+        self.progress.advance(done)
+        for after, parts in self._parts(done):
+            for part in parts:
+                if self.stopping():
+                    return False
+                nodes, batch = forest.batch(part)
+                self._write(states, nodes, self.stack.trunk(batch, self.cut))
+                self.progress.advance(len(part))
+            states.sync()
+            self._write_down(int(ends[after - 1]))
+        return True
+
+    # ------------------------------------------------ one block for all rows
+
+    def _by_blocks(self, states: States, reached: int, files: ExitStack) -> bool:
+        """`reached`: micro-batches that are done, counted through all blocks.
+
+        A block reads what the one before it left in one file and writes into the other, so that it can be begun again;
+        the states between blocks are float32, and those of a token that several micro-batches share stand once in each:
+        the result is bit for bit that of `_by_rows`.
+        """
+        parts = [part for _, some in self._parts(0) for part in some]
+        sizes = [len(self.forest.nodes(part)) for part in parts]
+        starts = np.cumsum([0, *sizes])
+        between = [States(self.entry.path / name, 4 * self.stack.width, write=True) for name in ("even.bin", "odd.bin")]
+        for file in between:
+            files.callback(file.close)
+            size = int(starts[-1]) * file.row_bytes
+            if os.fstat(file.handle).st_size != size or not reached:
+                reached = 0
+                try:
+                    file.reserve(size)
+                except OSError:
+                    for name in ("even.bin", "odd.bin"):
+                        (self.entry.path / name).unlink(missing_ok=True)
+                    raise
+        exact = Codec(self.stack.width)
+        self.progress.stage("trunk, by blocks", self.cut * len(parts))
+        self.progress.advance(reached)
+        synced = time.monotonic()
+        for turn in range(reached, self.cut * len(parts)):
+            if self.stopping():
+                return False
+            block, number = divmod(turn, len(parts))
+            source, target = between[(block + 1) % 2], between[block % 2]
+            places = np.arange(starts[number], starts[number + 1])
+            nodes, batch = self.forest.batch(parts[number])
+            with torch.no_grad():
+                hidden = self.stack.embed(batch.tokens) if block == 0 else exact.decode(source.read(places))
+                hidden = self.stack.run(hidden[None], batch.positions[None], batch.tree, block, block + 1)[0]
+            if block == self.cut - 1:
+                self._write(states, nodes, hidden)
+            else:
+                target.write(places, exact.encode(hidden))
+            self.progress.advance(1)
+            last = number == len(parts) - 1
+            if last or time.monotonic() - synced >= SYNC_S:
+                (states if block == self.cut - 1 else target).sync()
+                self._write_down(turn + 1)
+                synced = time.monotonic()
+            if last:
+                let_go(self.stack, block, block + 1)
+        return True
+
+
+def let_go(stack: Stack, start: int, stop: int) -> None:
+    """Weights of these blocks that are mapped from their file leave this process's memory until they are read again."""
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    for block in stack.layers[start:stop]:
+        for module in block.modules():
+            data = getattr(getattr(module, "packed", None), "data", None)
+            mapped = getattr(data, "_mmap", None)  # numpy's: none for a copy in memory
+            if not isinstance(data, np.ndarray) or not isinstance(mapped, mmap.mmap) or not data.nbytes:
+                continue
+            offset = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+            begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: the edges may be a neighbour's
+            end = (offset + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)

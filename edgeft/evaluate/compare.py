@@ -1,0 +1,285 @@
+"""One model beside another on the same rows: what `edgeft eval` does, and a run's last stage.
+
+What is scored is what is shipped: GGUF files in llama.cpp, runs and Hugging Face folders in the trainer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgeft.config import Recipe
+from edgeft.data import tokens as data_tokens
+from edgeft.data.tokens import Encoded
+from edgeft.errors import DataError
+from edgeft.model import demo_model, is_gguf
+from edgeft.model.gguf import GGUF
+from edgeft.pipeline import check_model, model_source, trained_stack
+from edgeft.run import Run
+from edgeft.train.progress import Progress
+
+if TYPE_CHECKING:
+    from edgeft.evaluate.ask import Scorer
+    from edgeft.evaluate.leak import Leak
+    from edgeft.evaluate.score import Scores
+    from edgeft.evaluate.suite import Item, Suite
+    from edgeft.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be scored, and where: GGUF files in llama.cpp, all else in the trainer."""
+
+    who: str  # base or tuned
+    source: str
+    run: Run | None = None  # its trained weights over `source`
+    frozen: str = "dense"  # how the trainer keeps weights that are not trained
+    trainer: bool = False
+
+    @property
+    def identity(self) -> str:
+        """Changes with the weights."""
+        from edgeft.cache import model_id
+
+        file = self.run.best if self.run else Path(self.source)
+        changed = file.stat().st_mtime_ns if file.is_file() else 0
+        return f"{model_id(self.source)}|{model_id(str(file))}|{changed}|{self.trainer}"
+
+    @contextmanager
+    def opened(self, longest: int) -> Iterator[tuple[Scorer, Tokenizer]]:
+        """`longest`: tokens of the longest row, its answer included."""
+        from edgeft.model.tokenizer import open_tokenizer
+
+        tokenizer = open_tokenizer(self.source)
+        if not self.trainer:
+            from edgeft.evaluate.llamacpp import LlamaFile
+
+            with LlamaFile(self.source, n_ctx=max(2048, 4 * longest)) as file:
+                yield file, tokenizer
+            return
+        from edgeft.evaluate.trainer import StackScorer
+        from edgeft.model.stack import load
+
+        stack = trained_stack(self.run)[0] if self.run else load(self.source, self.frozen)
+        yield StackScorer(stack, tokenizer.eog), tokenizer
+
+
+def score_subject(
+    subject: Subject,
+    items: list[Item],
+    suite: Suite,
+    max_new: int,
+    progress: Progress,
+    store: Run | None = None,
+    again: bool = False,
+) -> Scores:
+    """Scores of one model, taken from the run folder if they were computed before."""
+    from edgeft.evaluate.score import from_json, score_items, to_json
+
+    kept: Path | None = None
+    if store:
+        asked = json.dumps([asdict(suite), max_new, [[asdict(item.ask), item.answers, item.right] for item in items]])
+        key = hashlib.sha256(f"{subject.identity}|{asked}".encode()).hexdigest()[:16]
+        kept = store.path / "eval" / f"{suite.name or 'qa'}-{subject.who}-{key}.json"
+        found = None if again else from_json(store.read_json(kept) or {})
+        if found:
+            return found
+    longest = max(len(i.ask.prompt) + max([len(o) for o in i.ask.options], default=0) for i in items) + max_new
+    progress.stage(f"evaluate {subject.who} model", len(items))
+    done = 0
+
+    def advance(now: int, _: int) -> None:
+        nonlocal done
+        progress.advance(now - done, "rows")
+        done = now
+
+    started = time.monotonic()
+    with subject.opened(longest) as (scorer, tokenizer):
+        scores = score_items(scorer, tokenizer, items, max_new, suite, advance)
+    progress.end()
+    if store and kept:
+        store.write_json(kept, to_json(scores))
+        seconds = round(time.monotonic() - started, 2)
+        store.log(event="eval", suite=suite.name or "qa", who=subject.who, rows=len(items), seconds=seconds)
+    return scores
+
+
+def score_file(path: str, rows: list[Encoded], max_new: int, progress: Progress, name: str) -> Scores:
+    """A GGUF file, as llama.cpp runs it, on rows that are encoded already."""
+    from edgeft.evaluate.suite import Suite, make_items
+
+    return score_subject(Subject(name, path), make_items(Suite(), rows), Suite(), max_new, progress)
+
+
+def evaluate_run(run: Run, rows: list[Encoded], progress: Progress, base: str | None = None) -> dict[str, Any]:
+    """Base and tuned model, both in the trainer, on the run's own rows; leaves the run's report."""
+    source = model_source(run.recipe.model.path)
+    subjects = [
+        Subject("base", base or source, frozen=run.recipe.model.frozen, trainer=True),
+        Subject("tuned", source, run, trainer=True),
+    ]
+    return _beside(subjects, run, rows, run.recipe.eval.max_new_tokens, progress)
+
+
+def evaluate_files(base: str, tuned: str, rows: list[Encoded], max_new: int, progress: Progress) -> dict[str, Any]:
+    """Two GGUF files, both in llama.cpp, on rows that are encoded already; leaves the report of the tuned one's run."""
+    return _beside([Subject("base", base), Subject("tuned", tuned)], run_of(Path(tuned)), rows, max_new, progress)
+
+
+def _beside(
+    subjects: list[Subject], run: Run | None, rows: list[Encoded], max_new: int, progress: Progress
+) -> dict[str, Any]:
+    from edgeft.evaluate.score import load_suite
+    from edgeft.evaluate.suite import make_items
+
+    suite = load_suite("qa")
+    suite.eval.max_new_tokens = max_new
+    found = compare_subjects(subjects, make_items(suite, rows), suite, progress, run)
+    if run:
+        from edgeft.report import write_report
+
+        run.write_json(run.evaluation, found)
+        progress.line(f"report: {write_report(run)}")
+    return found
+
+
+def compare_subjects(
+    subjects: list[Subject],
+    items: list[Item],
+    suite: Suite,
+    progress: Progress,
+    run: Run | None = None,
+    again: bool = False,
+) -> dict[str, Any]:
+    """The last subject beside the first; leaks are told before anything is scored."""
+    from edgeft.evaluate.score import compare
+
+    leaks = find_leaks(run, items, progress) if run else []
+    max_new = suite.eval.max_new_tokens
+    scores = [score_subject(s, items, suite, max_new, progress, run, again) for s in subjects]
+    found = compare(scores[0] if len(scores) > 1 else None, scores[-1], suite=suite)
+    return found | {"leaks": [asdict(leak) for leak in leaks]}
+
+
+def find_leaks(run: Run, items: list[Item], progress: Progress) -> list[Leak]:
+    """Rows that the run was trained on, exactly or nearly."""
+    from edgeft.evaluate import leak
+    from edgeft.model.tokenizer import open_tokenizer
+
+    if not run.tokens.is_file():
+        return []
+    train = data_tokens.load(run.tokens)[0]
+    rows = [item.row for item in items]
+    if any(not encoded.row.messages for encoded in train):  # plain text is stored as its tokens
+        tokenizer = open_tokenizer(model_source(run.recipe.model.path))
+        texts = [replace(e.row, text=tokenizer.decode(e.ids)) if not e.row.messages else e.row for e in train]
+        rows = [
+            replace(i.row, text=i.row.text or tokenizer.decode(i.ask.prompt)) if not i.row.messages else i.row
+            for i in items
+        ]
+    else:
+        texts = [encoded.row for encoded in train]
+    found = leak.find(texts, rows)
+    if found:
+        exact = sum(one.kind == "exact" for one in found)
+        progress.line(
+            f"warning: {len(found)} of {len(items)} held-out rows are in the training set, too ({exact} the same, "
+            f"{len(found) - exact} nearly): scores on them say little; first: {found[0].source} is like "
+            f"{found[0].train_source}"
+        )
+    return found
+
+
+def run_of(place: Path) -> Run | None:
+    """The run whose folder this is, or lies in."""
+    folder = place if (place / "recipe.yaml").is_file() else place.parent
+    return Run.open(folder) if (folder / "recipe.yaml").is_file() else None
+
+
+def subjects_of(target: str, base: str | None, progress: Progress) -> tuple[list[Subject], Run | None]:
+    """The models that `edgeft eval TARGET` compares, base first; the run they belong to."""
+    run = run_of(Path(target))
+    is_run = run is not None and run.path == Path(target)
+    if run is not None and is_run:
+        source = model_source(run.recipe.model.path)
+        frozen = run.recipe.model.frozen if not base else "auto"
+        return [
+            Subject("base", base or source, frozen=frozen, trainer=True),
+            Subject("tuned", source, run, trainer=True),
+        ], run
+    check_model(target)
+    origin = base or (model_source(run.recipe.model.path) if run else base_of(target))
+    if origin is None:
+        progress.line("its base model is not known here: name it with --base to compare")
+    pairs = [("base", origin)] if origin else []
+    return [Subject(who, path, trainer=not is_gguf(path)) for who, path in [*pairs, ("tuned", target)]], run
+
+
+def evaluate(
+    target: str,
+    data: str | None,
+    base: str | None,
+    limit: int | None,
+    progress: Progress,
+    suite_name: str | None = None,
+    again: bool = False,
+) -> dict[str, Any]:
+    """`edgeft eval`: a run or a Hugging Face folder in the trainer, a GGUF file in llama.cpp; beside its base."""
+    from edgeft.evaluate.suite import from_run, load_suite, make_items, read_items
+    from edgeft.model.tokenizer import open_tokenizer
+
+    suite = load_suite(suite_name or "qa")
+    subjects, run = subjects_of(target, base, progress)
+    recipe = run.recipe if run else Recipe()
+    if suite_name is None:
+        suite.eval = recipe.eval
+    rows = limit or suite.eval.rows
+    own = data is None and suite.data.path is None and run is not None and run.tokens.is_file()
+    if own and run is not None and suite.prompt == "chat" and suite.score not in ("choice", "mixed"):
+        items = make_items(suite, data_tokens.load(run.tokens)[1][:rows])
+        if not items:
+            raise DataError(f"{run.path} has no held-out rows", "name a file with --data")
+    else:
+        config = replace(recipe.data, path=data, heldout=None) if data else from_run(suite, recipe.data)
+        items = read_items(suite, config, open_tokenizer(subjects[-1].source), rows)
+    found = compare_subjects(subjects, items, suite, progress, run, again)
+    if run and data is None and base is None and limit is None:
+        name = "" if suite.name == "qa" else f"-{suite.name}"
+        run.write_json(run.path / f"eval{name}{'-trainer' if subjects[-1].run else ''}.json", found)
+    return found
+
+
+def evaluate_harness(
+    target: str, tasks: list[str], base: str | None, limit: int | None, progress: Progress
+) -> dict[str, Any]:
+    """Tasks of lm-evaluation-harness on the tuned and the base model."""
+    from edgeft.evaluate.harness import run_tasks
+
+    subjects, run = subjects_of(target, base, progress)
+    found: dict[str, Any] = {"tasks": tasks, "base": None}
+    for subject in subjects:
+        with subject.opened(512) as (scorer, tokenizer):
+            found[subject.who] = run_tasks(scorer, tokenizer, tasks, limit, progress, subject.who)
+    if run and base is None and limit is None:
+        run.write_json(run.path / "eval-harness.json", found)
+    return found
+
+
+def base_of(target: str) -> str | None:
+    """The model that an exported file was tuned from, if it lies beside it or is the embedded one."""
+    if not is_gguf(target):
+        return None
+    name = GGUF.open(target).get_key("edgeft.base")
+    if not isinstance(name, str) or not name:
+        return None
+    embedded = demo_model()
+    for candidate in (Path(target).parent / Path(name).name, embedded):
+        if candidate is not None and candidate.name == name and candidate.is_file():
+            return str(candidate)
+    return None

@@ -1,0 +1,51 @@
+"""The difference between two models on the same rows, with an interval.
+
+Rows are drawn together for both models: what makes a row easy or hard cancels out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+import numpy as np
+
+DRAWS = 4000
+LEVEL = 0.95
+VALUES_AT_A_TIME = 4_000_000  # indices held in memory at once: 32 MB
+
+
+def bootstrap(
+    gains: Sequence[float], weights: Sequence[float] | None = None, draws: int = DRAWS, seed: int = 0
+) -> tuple[float, float, float]:
+    """(difference, low, high): Σ gains / Σ weights over rows, and its percentile interval over rows drawn anew.
+
+    `gains` are after - before, a value each row; `weights` what they are counted over (1 each, or a row's tokens).
+    """
+    g = np.asarray(gains, np.float64)
+    w = np.ones_like(g) if weights is None else np.asarray(weights, np.float64)
+    n = len(g)
+    if n == 0 or w.sum() <= 0:
+        return math.nan, math.nan, math.nan
+    value = float(g.sum() / w.sum())
+    if n == 1:
+        return value, -math.inf, math.inf  # one row says nothing about others
+    random = np.random.default_rng(seed)
+    drawn = np.empty(draws)
+    step = max(1, VALUES_AT_A_TIME // n)
+    for start in range(0, draws, step):
+        rows = random.integers(0, n, (min(step, draws - start), n))
+        drawn[start : start + step] = g[rows].sum(1) / np.maximum(w[rows].sum(1), 1e-12)
+    tail = _tail(n)
+    low, high = np.quantile(drawn, [tail, 1 - tail])
+    return value, float(low), float(high)
+
+
+def _tail(n: int) -> float:
+    """Share of the draws cut off at either end. The plain one is too large for few rows: drawn rows vary by (n - 1)/n
+    too little, and the spread itself is only an estimate, which Student's t allows for (Hesterberg 2015)."""
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+    v = n - 1
+    t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)  # Student's t with v degrees
+    return NormalDist().cdf(-math.sqrt(n / v) * t)

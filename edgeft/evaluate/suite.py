@@ -1,0 +1,271 @@
+"""Suites: what is asked, how the answer is taken from the output, which metrics; and their rows as items to score.
+
+A suite is a YAML file, in the manner of lm-evaluation-harness' tasks; an unknown key in it is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from edgeft.config import DataConfig, EvalConfig, build, knob, read_yaml, shipped
+from edgeft.data import files
+from edgeft.data.rows import Reader, Row
+from edgeft.data.tokens import Encoded, encode_rows, prompt_ids
+from edgeft.errors import ConfigError, DataError
+from edgeft.evaluate.ask import Ask
+from edgeft.model.tokenizer import Tokenizer, render
+
+METRICS = ("loss", "perplexity", "exact_match", "f1", "contains", "accuracy", "accuracy_norm")
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+EMBEDDED = "embedded"  # `data.path` that means the embedded handbook, whatever the run was trained on
+
+
+@dataclass
+class Suite:
+    name: str = knob("", "the suite's name")
+    about: str = knob("", "one line on what it measures")
+    version: int = knob(1, "goes up when scores are no longer comparable", low=1)
+    score: str = knob(
+        "answer",
+        "answer: what the model writes; label: the same, as one of the labels; choice: the likeliest of the choices; "
+        "loss: how well the text is foretold; mixed: rows with choices by choice, others by loss",
+        choices=("answer", "label", "choice", "loss", "mixed"),
+    )
+    data: DataConfig = field(default_factory=DataConfig)
+    prompt: str = knob(
+        "chat", "chat: the model's own chat template; else a jinja template with {{question}} and {{context}}"
+    )
+    take: str = knob("all", "what of the output is the answer: all, first_line, or a regular expression's first group")
+    tokens: str = knob("answer", "which tokens the loss counts", choices=("answer", "all"))
+    labels: list[str] = knob([], "the labels of `score: label`; none = all answers in the rows")
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    metrics: list[str] = knob(["loss", "exact_match", "f1", "contains"], "what is shown", choices=METRICS)
+
+
+def suites() -> list[str]:
+    """Names of the shipped suites."""
+    return sorted(path.stem for path in shipped("eval").glob("*.yaml"))
+
+
+def load_suite(name: str) -> Suite:
+    """A shipped suite by name, or a file of one's own; data is looked for beside the file first."""
+    own = name.endswith((".yaml", ".yml")) or "/" in name
+    path = Path(name).expanduser() if own else shipped("eval") / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"there is no suite `{name}`", f"shipped: {', '.join(suites())}; or name a YAML file")
+    values = read_yaml(path)
+    values.setdefault("name", path.stem)
+    suite = cast(Suite, build(Suite, values))
+    if not re.fullmatch(r"[\w.-]+", suite.name):
+        raise ConfigError(f"`name` is {suite.name!r}, and must be one word", "results are stored under it")
+    if suite.take not in ("all", "first_line"):
+        try:
+            groups = re.compile(suite.take).groups
+        except re.error as error:
+            raise ConfigError(f"`take` is {suite.take!r}, which is no regular expression: {error}") from None
+        if groups < 1:
+            raise ConfigError(f"`take` is {suite.take!r}, which has no group", "put the answer's part in ( )")
+    if suite.prompt != "chat":
+        _template(suite.prompt)
+    for key in ("path", "heldout"):
+        named = getattr(suite.data, key)
+        if named and (path.parent / named).exists():
+            setattr(suite.data, key, str(path.parent / named))
+    return suite
+
+
+# ---------------------------------------------------------------- items
+
+
+@dataclass
+class Item:
+    """One row as it is scored."""
+
+    kind: str  # answer, label, choice or loss
+    ask: Ask
+    question: str
+    answers: list[str]  # accepted ones; a choice row's right choice
+    row: Row  # for the search for leaks
+    texts: list[str] = field(default_factory=list)  # of the options, where these are choices
+    right: int = 0  # which option is the right one
+
+
+def make_items(suite: Suite, rows: Sequence[Encoded]) -> list[Item]:
+    """Rows that are encoded already, with the model's chat template."""
+    items = []
+    for encoded in rows:
+        row = encoded.row
+        ids = [int(i) for i in encoded.ids]
+        trained = np.flatnonzero(encoded.trained[1:]) + 1
+        if suite.tokens == "all":
+            trained = np.arange(1, len(ids))
+        start = len(prompt_ids(encoded))
+        answered = suite.score in ("answer", "label") and bool(row.answers) and start > 0
+        if not answered:
+            ask = Ask(ids, [int(i) for i in trained])
+            kind, texts = "loss", row.text or ""
+        else:  # the last answer is what is asked for; earlier ones count for the loss alone
+            ask = Ask(ids[:start], [int(i) for i in trained if i < start], [ids[start:]], generate=True)
+            kind, texts = suite.score, ""
+        items.append(Item(kind, ask, question_of(row) or texts, row.answers, row))
+    return items
+
+
+def question_of(row: Row) -> str:
+    """What was asked last, without the context that stood in front of it."""
+    last = next((m["content"] for m in reversed(row.messages) if m["role"] == "user"), "")
+    return last.removeprefix(row.context).strip() or last
+
+
+def read_items(suite: Suite, data: DataConfig, tokenizer: Tokenizer, limit: int) -> list[Item]:
+    """Items of the held-out rows of any data; a single file is taken whole."""
+    rows: list[Row] = []
+    choices: list[Item] = []
+    skipped: list[tuple[str, str]] = []
+    for source in _sources(data):
+        records = list(source.records)
+        if suite.score in ("choice", "mixed"):
+            found, rest = _split(records)
+            if suite.score == "choice":
+                skipped += [(where, "a row of choices needs question, choices and answer") for where, _ in rest]
+                rest = []
+            for where, record in found[: limit - len(choices)]:
+                try:
+                    choices.append(_choice(suite, record, where, tokenizer))
+                except files.Unusable as reason:
+                    skipped.append((where, str(reason)))
+            records = rest
+        if records and len(rows) < limit:
+            reader = Reader()
+            rows += reader.rows(files.Source(source.name, source.file, records))
+            skipped += reader.skipped
+    rows = rows[:limit]
+    if suite.prompt == "chat" or suite.score == "mixed":  # there, rows beside the choices are plain text
+        encoded, dropped = encode_rows(rows, tokenizer, data.max_tokens, data.system)
+        items = make_items(suite, encoded[:limit])
+        skipped += dropped
+    else:
+        items = [_written(suite, row, tokenizer) for row in rows]
+    items = choices + items
+    if not items:
+        why = f"{skipped[0][0]}: {skipped[0][1]}" if skipped else "there are none"
+        raise DataError(f"no held-out row can be scored: {why}", "name a file with --data")
+    return items
+
+
+def _sources(data: DataConfig) -> list[files.Source]:
+    path = data.path or str(Path(__file__).parent.parent / "demo")
+    named = data.heldout
+    if named and not Path(named).expanduser().exists():  # perhaps meant beside the data
+        beside = Path(path).expanduser()
+        named = str((beside if beside.is_dir() else beside.parent) / named)
+    main, held = files.find(named or path)
+    return held or main
+
+
+def _split(records: list[files.Found]) -> tuple[list[tuple[str, dict[str, Any]]], list[files.Found]]:
+    """(records with choices, others)."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    rest: list[files.Found] = []
+    for where, record in records:
+        if isinstance(record, dict):
+            plain = {str(key).strip().lower(): value for key, value in record.items()}
+            if "choices" in plain and "question" in plain:
+                found.append((where, plain))
+                continue
+        rest.append((where, record))
+    return found, rest
+
+
+def _choice(suite: Suite, record: dict[str, Any], where: str, tokenizer: Tokenizer) -> Item:
+    """{question, choices, answer}: choices a list or ARC's {"text", "label"}; answer an index, a letter or a choice."""
+    choices, labels = record["choices"], list(LETTERS)
+    if isinstance(choices, dict):
+        labels = [str(label) for label in choices.get("label") or labels]
+        choices = choices.get("text")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(str(c).strip() for c in choices):
+        raise files.Unusable("needs at least two choices, none of them empty")
+    texts = [str(choice).strip() for choice in choices]
+    answer = record.get("answer", record.get("answerkey", record.get("label")))
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
+        right = answer
+    elif str(answer).strip() in texts:
+        right = texts.index(str(answer).strip())
+    elif str(answer).strip() in labels[: len(texts)]:
+        right = labels.index(str(answer).strip())
+    else:
+        raise files.Unusable(f"the answer {answer!r} is none of the choices")
+    question, context = str(record["question"]).strip(), str(record.get("context") or "").strip()
+    user = f"{context}\n\n{question}" if context else question
+    row = Row(
+        [{"role": "user", "content": user}, {"role": "assistant", "content": texts[right]}], [texts[right]], context
+    )
+    row.source = where
+    prompt, options = _continued(tokenizer, *_prompt(suite, row, tokenizer), texts)
+    return Item("choice", Ask(prompt, [], options), question, [texts[right]], row, texts, right)
+
+
+def _written(suite: Suite, row: Row, tokenizer: Tokenizer) -> Item:
+    """A row with the suite's own prompt."""
+    if row.text is not None or not row.answers:
+        ids = tokenizer.encode(row.text or "")
+        return Item("loss", Ask(ids, list(range(1, len(ids)))), row.text or "", [], row)
+    prompt, options = _continued(tokenizer, *_prompt(suite, row, tokenizer), row.answers[:1])
+    if suite.score in ("answer", "label"):
+        return Item(suite.score, Ask(prompt, [], options, generate=True), question_of(row), row.answers, row)
+    targets = list(range(1 if suite.tokens == "all" else len(prompt), len(prompt) + len(options[0])))
+    return Item("loss", Ask(prompt + options[0], targets), question_of(row), row.answers, row)
+
+
+def _prompt(suite: Suite, row: Row, tokenizer: Tokenizer) -> tuple[str, str]:
+    """(prompt, what stands between it and the answer)."""
+    if suite.prompt == "chat":
+        system = [{"role": "system", "content": suite.data.system}] if suite.data.system else []
+        return render(tokenizer, [*system, *row.messages[:-1]], generate=True), ""
+    text = str(_template(suite.prompt).render(question=question_of(row), context=row.context)).rstrip("\n")
+    return text, "" if text[-1:].isspace() else " "
+
+
+def _template(source: str) -> Any:
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(
+            f"`prompt` is no jinja template: {error}", "for example 'Question: {{question}}\\nAnswer:'"
+        ) from None
+
+
+def _continued(
+    tokenizer: Tokenizer, prompt: str, between: str, texts: Sequence[str]
+) -> tuple[list[int], list[list[int]]]:
+    """Ids of the prompt, and of each continuation as it reads behind it. Where a token spans the border, it belongs to
+    the continuation, for all of them alike."""
+    alone = tokenizer.encode(prompt)
+    whole = [tokenizer.encode(prompt + between + text) for text in texts]
+    start = max(1, min(_common([alone, ids]) for ids in whole))
+    return alone[:start], [ids[start:] for ids in whole]
+
+
+def _common(rows: Sequence[Sequence[int]]) -> int:
+    n = 0
+    for column in zip(*rows, strict=False):
+        if len(set(column)) > 1:
+            break
+        n += 1
+    return n
+
+
+def from_run(suite: Suite, recipe_data: DataConfig) -> DataConfig:
+    """Where a suite's rows come from when it names none: the run's own data."""
+    if suite.data.path == EMBEDDED:
+        return replace(suite.data, path=None)
+    return suite.data if suite.data.path else recipe_data

@@ -1,0 +1,363 @@
+"""A transformers block run through edgeft's own kernels: the same numbers, in fewer passes over memory.
+
+Nothing is kept for the backward pass but what it needs, no gradient is computed that nobody uses, and weight gradients
+are added to `.grad` where they are made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from edgeft.model.kernels import Kernels, Plan, heads
+from edgeft.model.packed import PackedLinear
+from edgeft.model.pool import pool
+
+Tensor = torch.Tensor
+Pending = tuple[Tensor, Tensor | None]  # the residual stream, and what is still to be added to it
+
+
+# ---------------------------------------------------------------- linear layers
+
+
+def direct(module: nn.Module) -> bool:
+    """A layer whose weight can be had as a matrix; others (adapters, bitsandbytes) are called as they are."""
+    return type(module) in (nn.Linear, PackedLinear)
+
+
+def _weight(layer: Any) -> Tensor:
+    weight: Tensor = layer.packed.dense() if isinstance(layer, PackedLinear) else layer.weight
+    return weight
+
+
+def _trained(layers: tuple[Any, ...]) -> list[Tensor | None]:
+    """What autograd must see of these layers: (weight, bias) of each, None for what is frozen."""
+    found: list[Tensor | None] = []
+    for layer in layers:
+        weight = None if isinstance(layer, PackedLinear) or not layer.weight.requires_grad else layer.weight
+        found += [weight, layer.bias if layer.bias is not None and layer.bias.requires_grad else None]
+    return found
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    weight, out = _weight(layer).T, pool.take(len(x), layer.out_features)
+    if layer.bias is None:
+        return torch.mm(x, weight, out=out)
+    return torch.addmm(layer.bias, x, weight, out=out)
+
+
+def _input_gradient(layer: Any, dy: Tensor, sum_: Tensor | None = None) -> Tensor:
+    """dy W, added to what others gave."""
+    if sum_ is None:
+        return torch.mm(dy, _weight(layer), out=pool.take(len(dy), layer.in_features))
+    return sum_.addmm_(dy, _weight(layer))
+
+
+def _add_weight_gradient(layer: Any, trained: bool, dy: Tensor, x: Tensor) -> None:
+    if not trained:  # asked for by `how.prune: false`, to see what it costs
+        dy.T @ x
+        return
+    if layer.weight.grad is None:
+        layer.weight.grad = dy.T @ x
+    else:
+        layer.weight.grad.addmm_(dy.T, x)
+    ready = getattr(layer.weight, "gradient_ready", None)  # autograd's own hooks do not see what is added here
+    if ready is not None:
+        ready(layer.weight)
+
+
+class _Linears(torch.autograd.Function):
+    """Several layers over the same input x (T, I): y_i = x W_iᵀ + b_i."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layers: tuple[Any, ...], prune: bool, *trained: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.layers, ctx.trained, ctx.prune = layers, [t is not None for t in trained], prune
+        ctx.save_for_backward(x if any(ctx.trained[::2]) or not prune else None)
+        ctx.set_materialize_grads(False)
+        return tuple(_forward(layer, x) for layer in layers)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        dx = None
+        biases: list[Tensor | None] = []
+        for number, (layer, dy) in enumerate(zip(ctx.layers, grads, strict=True)):
+            biases += [None, None]
+            if dy is None:
+                continue
+            if ctx.needs_input_grad[0]:
+                dx = _input_gradient(layer, dy, dx)
+            if ctx.trained[2 * number] or not ctx.prune:
+                _add_weight_gradient(layer, ctx.trained[2 * number], dy, x)
+            if ctx.trained[2 * number + 1]:
+                biases[-1] = dy.sum(0)
+        return dx, None, None, *biases
+
+
+def linears(x: Tensor, layers: tuple[nn.Module, ...], prune: bool = True) -> tuple[Tensor, ...]:
+    if all(map(direct, layers)):
+        found: tuple[Tensor, ...] = _Linears.apply(x, layers, prune, *_trained(layers))
+        return found
+    return tuple(layer(x).contiguous() for layer in layers)
+
+
+# ---------------------------------------------------------------- norms
+
+
+class _Norm(torch.autograd.Function):
+    """(x, more) → (x + more, weight · (x + more) / rms); without `more` only the second."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, kernels: Kernels) -> Any:
+        total, y, scale = kernels.norm(x, more, weight.detach(), eps)
+        ctx.save_for_backward(total, scale, weight)
+        ctx.kernels, ctx.alone = kernels, more is None
+        ctx.set_materialize_grads(False)
+        return y if more is None else (total, y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        total, scale, weight = ctx.saved_tensors
+        other, dy = (None, grads[0]) if ctx.alone else grads
+        dx = dw = None
+        if dy is None:
+            dx = other
+        else:
+            dy = dy.contiguous()
+            if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+                other = None if other is None else other.contiguous()
+                dx = ctx.kernels.norm_back(total, scale, weight.detach(), dy, other)
+            if ctx.needs_input_grad[2]:
+                dw = (dy * total * scale[:, None]).sum(0)
+        return dx, dx if ctx.needs_input_grad[1] else None, dw, None, None
+
+
+def add_norm(stream: Pending, module: Any, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """(the residual stream with what was pending, its norm)."""
+    x, more = stream
+    eps = float(module.variance_epsilon)
+    if more is None:
+        return x, _Norm.apply(x, None, module.weight, eps, kernels)
+    total, y = _Norm.apply(x, more, module.weight, eps, kernels)
+    return total, y
+
+
+# ---------------------------------------------------------------- attention
+
+
+class _Attend(torch.autograd.Function):
+    """q (A, H·d), k and v (T, G·d) as the layers gave them → (A, H·d); q and k are turned in their own memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, ...], plan: Plan, shape: Any, kernels: Kernels
+    ) -> Tensor:
+        cos_q, sin_q, cos_k, sin_k = angles
+        kernels.rotate(q, cos_q, sin_q, shape.width, 1.0)
+        kernels.rotate(k, cos_k, sin_k, shape.width, 1.0)
+        out, lse = kernels.attend(plan, shape, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = angles, plan, shape, kernels
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        angles, plan, shape, kernels = ctx.rest
+        dq, dk, dv = kernels.attend_back(plan, shape, q, k, v, out, lse, grads[0].contiguous())
+        kernels.rotate(dq, angles[0], angles[1], shape.width, -1.0)
+        kernels.rotate(dk, angles[2], angles[3], shape.width, -1.0)
+        return dq, dk, dv, None, None, None, None
+
+
+# ---------------------------------------------------------------- feed-forward
+
+
+class _FeedForward(torch.autograd.Function):
+    """x (T, I) → down(silu(gate x) · up x): gate and up are kept, what down reads is computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layers: tuple[Any, ...], prune: bool, kernels: Kernels, *trained: Tensor | None
+    ) -> Tensor:
+        ctx.prune = prune
+        gate, up = _forward(layers[0], x), _forward(layers[1], x)
+        ctx.layers, ctx.kernels, ctx.trained = layers, kernels, [t is not None for t in trained]
+        keep = any(ctx.needs_input_grad)
+        act = pool.like(gate) if keep else gate
+        kernels.swiglu(gate, up, act)
+        if keep:
+            ctx.save_for_backward(x if ctx.trained[0] or ctx.trained[2] or not prune else None, gate, up)
+        return _forward(layers[2], act)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, gate, up = ctx.saved_tensors
+        (dy,) = grads
+        dy = dy.contiguous()
+        biases: list[Tensor | None] = [None] * 6
+        down = ctx.layers[2]
+        dact = _input_gradient(down, dy)
+        act = pool.like(gate) if ctx.trained[4] or not ctx.prune else None
+        ctx.kernels.swiglu_back(gate, up, dact, act)
+        del dact
+        if act is not None:
+            _add_weight_gradient(down, ctx.trained[4], dy, act)
+            del act
+        if ctx.trained[5]:
+            biases[5] = dy.sum(0)
+        dx = None
+        for number, d in enumerate((gate, up)):  # these are gradients now
+            layer = ctx.layers[number]
+            if ctx.needs_input_grad[0]:
+                dx = _input_gradient(layer, d, dx)
+            if ctx.trained[2 * number] or not ctx.prune:
+                _add_weight_gradient(layer, ctx.trained[2 * number], d, x)
+            if ctx.trained[2 * number + 1]:
+                biases[2 * number + 1] = d.sum(0)
+        return dx, None, None, None, *biases
+
+
+class _Gate(torch.autograd.Function):
+    """silu(gate) · up, for layers that are called as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
+        act = pool.like(gate)
+        kernels.swiglu(gate, up, act)
+        ctx.save_for_backward(gate, up)
+        ctx.kernels = kernels
+        return act
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gate, up = (t.clone() for t in ctx.saved_tensors)  # others may hold them
+        ctx.kernels.swiglu_back(gate, up, grads[0].contiguous(), None)
+        return gate, up, None
+
+
+def feed_forward(x: Tensor, mlp: Any, kernels: Kernels, prune: bool = True) -> Tensor:
+    layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if all(map(direct, layers)):
+        found: Tensor = _FeedForward.apply(x, layers, prune, kernels, *_trained(layers))
+        return found
+    gate, up = linears(x, layers[:2], prune)
+    (out,) = linears(_Gate.apply(gate, up, kernels), layers[2:], prune)
+    return out
+
+
+# ---------------------------------------------------------------- a block
+
+
+class Runner:
+    """Blocks of one model over one batch."""
+
+    def __init__(
+        self, kernels: Kernels, config: Any, tree: Any, rotary: tuple[Tensor, Tensor], threads: int, prune: bool
+    ) -> None:
+        """rotary: cosines and sines (T, d); prune false: gradients that nobody uses are computed and thrown away."""
+        self.kernels, self.tree, self.threads, self.prune = kernels, tree, threads, prune
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.shape = heads(config.num_attention_heads, config.num_key_value_heads, width, width**-0.5)
+        self.cos, self.sin = (t.float().contiguous() for t in rotary)
+        self.plan = Plan(tree, self.shape.groups, threads)
+
+    def block(self, block: Any, stream: Pending) -> Pending:
+        """One block; what it adds last is left pending, for the next norm to add."""
+        x, h = add_norm(stream, block.input_layernorm, self.kernels)
+        angles = (self.cos, self.sin, self.cos, self.sin)
+        mixed = _Attend.apply(*self._qkv(block, h), angles, self.plan, self.shape, self.kernels)
+        return self._after(block, x, mixed)
+
+    def last_block(self, block: Any, stream: Pending, asked: np.ndarray) -> Pending:
+        """The last block, of which only the tokens `asked` are wanted: the others give keys and values alone."""
+        x, h = add_norm(stream, block.input_layernorm, self.kernels)
+        rows = torch.from_numpy(asked)
+        q, k, v = self._qkv(block, h, h[rows])
+        plan = Plan(self.tree, self.shape.groups, self.threads, asked)
+        angles = (self.cos[rows], self.sin[rows], self.cos, self.sin)
+        mixed = _Attend.apply(q, k, v, angles, plan, self.shape, self.kernels)
+        return self._after(block, x[rows], mixed)
+
+    def _qkv(self, block: Any, h: Tensor, asking: Tensor | None = None) -> tuple[Tensor, ...]:
+        """asking: what queries are made from, where that is not all of h."""
+        attention = block.self_attn
+        if asking is None:
+            q, k, v = linears(h, (attention.q_proj, attention.k_proj, attention.v_proj), self.prune)
+        else:
+            (q,) = linears(asking, (attention.q_proj,), self.prune)
+            k, v = linears(h, (attention.k_proj, attention.v_proj), self.prune)
+        if hasattr(attention, "q_norm"):  # Qwen 3: a norm over each head
+            q, k = self._head_norm(q, attention.q_norm), self._head_norm(k, attention.k_norm)
+        return q, k, v
+
+    def _head_norm(self, x: Tensor, module: Any) -> Tensor:
+        _, y = add_norm((x.reshape(-1, self.shape.width), None), module, self.kernels)
+        return y.view(x.shape)
+
+    def _after(self, block: Any, x: Tensor, mixed: Tensor) -> Pending:
+        """What follows the attention."""
+        (out,) = linears(mixed, (block.self_attn.o_proj,), self.prune)
+        x, h = add_norm((x, out), block.post_attention_layernorm, self.kernels)
+        return x, feed_forward(h, block.mlp, self.kernels, self.prune)
+
+
+class SplitRunner(Runner):
+    """Gradients pass through the tokens `kept` alone (TokenTune); the others are computed, seen, and forgotten."""
+
+    def __init__(self, kept: np.ndarray, *rest: Any) -> None:
+        super().__init__(*rest)
+        others = np.setdiff1d(np.arange(len(self.tree.size)), kept)
+        self.kept, self.others = torch.from_numpy(kept), torch.from_numpy(others)
+        self.order = torch.argsort(torch.cat([self.kept, self.others]))  # of both, back to the tokens' own
+        self.kept_plan = Plan(self.tree, self.shape.groups, self.threads, kept)
+        self.other_plan = Plan(self.tree, self.shape.groups, self.threads, others) if len(others) else None
+
+    def split(self, hidden: Tensor) -> tuple[Pending, Pending]:
+        return (hidden[self.kept], None), (hidden[self.others], None)
+
+    def both(self, block: Any, kept: Pending, others: Pending) -> tuple[Pending, Pending]:
+        """One block for both."""
+        with torch.no_grad():
+            y, h = add_norm(others, block.input_layernorm, self.kernels)
+            q_others, k_others, v_others = self._qkv(block, h)
+        x, h = add_norm(kept, block.input_layernorm, self.kernels)
+        q, k_kept, v_kept = self._qkv(block, h)
+        k, v = self._in_order(k_kept, k_others), self._in_order(v_kept, v_others)
+        angles = (self.cos[self.kept], self.sin[self.kept], self.cos, self.sin)
+        mixed = _Attend.apply(q, k, v, angles, self.kept_plan, self.shape, self.kernels)
+        if self.other_plan is not None:
+            with torch.no_grad():  # k has been turned already
+                self.kernels.rotate(q_others, self.cos[self.others], self.sin[self.others], self.shape.width, 1.0)
+                seen, _ = self.kernels.attend(self.other_plan, self.shape, q_others, k.detach(), v.detach())
+                others = self._after(block, y, seen)
+        return self._after(block, x, mixed), others
+
+    def last(self, block: Any, kept: Pending, others: Pending, asked: np.ndarray) -> Pending:
+        """The last block, of which only the tokens `asked`, all of them kept, are wanted."""
+        with torch.no_grad():
+            _, h = add_norm(others, block.input_layernorm, self.kernels)
+            _, k_others, v_others = self._qkv(block, h)
+        x, h = add_norm(kept, block.input_layernorm, self.kernels)
+        rows = torch.from_numpy(np.searchsorted(self.kept.numpy(), asked))
+        q, k_kept, v_kept = self._qkv(block, h)
+        k, v = self._in_order(k_kept, k_others), self._in_order(v_kept, v_others)
+        at = torch.from_numpy(asked)
+        angles = (self.cos[at], self.sin[at], self.cos, self.sin)
+        plan = Plan(self.tree, self.shape.groups, self.threads, asked)
+        mixed = _Attend.apply(q[rows], k, v, angles, plan, self.shape, self.kernels)
+        return self._after(block, x[rows], mixed)
+
+    def _in_order(self, kept: Tensor, others: Tensor) -> Tensor:
+        return torch.cat([kept, others.detach()])[self.order]
+
+
+def able(config: Any, kernels: Kernels) -> bool:
+    """Can the kernels run this model? Heads are whole vectors, the gate is SiLU."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width % kernels.lanes == 0 and getattr(config, "hidden_act", "silu") == "silu"

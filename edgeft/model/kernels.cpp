@@ -1,0 +1,375 @@
+// What lies between a block's matrix products, in one pass over memory each: RMSNorm, SwiGLU, and attention along a tree.
+//
+// Every function takes plain float32 pointers and a number of threads. Work is handed to threads in a fixed way, so that
+// the same call with the same number of threads gives the same bits.
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#if defined(__AVX512F__)
+#define VL 16
+#define NV 4  // vectors side by side in a tile: MR * NV accumulators and NV + 1 others stay within the registers
+#define MR 6
+#elif defined(__AVX__)
+#define VL 8
+#define NV 2
+#define MR 6
+#else  // NEON: 32 registers of four
+#define VL 4
+#define NV 4
+#define MR 6
+#endif
+
+typedef float vf __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+
+static inline vf load(const float *p) { return *(const vf *)p; }
+static inline void store(float *p, vf v) { *(vf *)p = v; }
+static inline vf all(float x) { return x - vf{}; }
+
+static inline float sum(vf v) {
+    float s = 0;
+    for (int i = 0; i < VL; i++) s += v[i];
+    return s;
+}
+
+// e^x to 1e-7: x = n ln 2 + r, and a polynomial for e^r on [-ln 2 / 2, ln 2 / 2]
+static inline vf vexp(vf x) {
+    x = x < -87.0f ? all(-87.0f) : x;
+    x = x > 88.0f ? all(88.0f) : x;
+    const vf magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    vf n = (x * 1.44269504f + magic) - magic;
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vi e = (__builtin_convertvector(n, vi) + 127) << 23;
+    return p * (vf)e;
+}
+
+// ------------------------------------------------------------------------------------------------- small products
+
+// C[rows(m)][0 .. nv*VL) (+)= sum_k A[m * am + k * ak] * B[cols(k)][...]; an index list stands for rows that are not in order
+template <int M, int N, bool ADD>
+static inline void tile(long K, const float *A, long am, long ak, const float *B, long bk, const int32_t *bi, float *C,
+                        long cm, const int32_t *ci) {
+    vf acc[M][N];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) acc[m][n] = vf{};
+    for (long k = 0; k < K; k++) {
+        const float *row = B + (bi ? (long)bi[k] : k) * bk;
+        vf b[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) b[n] = load(row + n * VL);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            vf a = all(A[m * am + k * ak]);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) acc[m][n] += a * b[n];
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+        float *out = C + (ci ? (long)ci[m] : m) * cm;
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) store(out + n * VL, ADD ? load(out + n * VL) + acc[m][n] : acc[m][n]);
+    }
+}
+
+template <int N, bool ADD>
+static void column(long M, long K, const float *A, long am, long ak, const float *B, long bk, const int32_t *bi, float *C,
+                   long cm, const int32_t *ci) {
+    long m = 0;
+    for (; m + MR <= M; m += MR)
+        tile<MR, N, ADD>(K, A + m * am, am, ak, B, bk, bi, C + (ci ? 0 : m * cm), cm, ci ? ci + m : ci);
+    const float *a = A + m * am;
+    float *c = C + (ci ? 0 : m * cm);
+    const int32_t *i = ci ? ci + m : ci;
+    switch (M - m) {
+        case 5: tile<5, N, ADD>(K, a, am, ak, B, bk, bi, c, cm, i); break;
+        case 4: tile<4, N, ADD>(K, a, am, ak, B, bk, bi, c, cm, i); break;
+        case 3: tile<3, N, ADD>(K, a, am, ak, B, bk, bi, c, cm, i); break;
+        case 2: tile<2, N, ADD>(K, a, am, ak, B, bk, bi, c, cm, i); break;
+        case 1: tile<1, N, ADD>(K, a, am, ak, B, bk, bi, c, cm, i); break;
+    }
+}
+
+// N is a multiple of VL
+template <bool ADD>
+static void product(long M, long N, long K, const float *A, long am, long ak, const float *B, long bk, const int32_t *bi,
+                    float *C, long cm, const int32_t *ci) {
+    long n = 0;
+    for (; n + NV * VL <= N; n += NV * VL) column<NV, ADD>(M, K, A, am, ak, B + n, bk, bi, C + n, cm, ci);
+    for (; n < N; n += VL) column<1, ADD>(M, K, A, am, ak, B + n, bk, bi, C + n, cm, ci);
+}
+
+// ------------------------------------------------------------------------------------------------- attention
+
+// Queries and the tokens that they see: the first `above` keys are seen by all, the last `own` are the tokens
+// [start, start + own), of which token j is seen by its subtree, j <= i < j + size[j].
+struct Piece {
+    int32_t query, asked;  // first in `queries` and `rows`, and how many
+    int32_t key, above;    // first in `keys`
+    int32_t start, own;
+};
+
+struct Tree {
+    const Piece *pieces;
+    const int32_t *queries;  // token numbers
+    const int32_t *rows;     // where these queries stand in q: the same unless only some tokens ask
+    const int32_t *keys;     // token numbers
+    const int32_t *size;     // tokens in each token's subtree, itself included
+    const int32_t *items;    // piece * groups + group, in the order in which thread t works: [bounds[t], bounds[t + 1])
+    const int32_t *bounds;
+};
+
+struct Heads {
+    int32_t heads, groups, width;  // query heads, key heads, numbers in each
+    float scale;
+};
+
+static long padded(long n) { return (n + VL - 1) / VL * VL; }
+
+// to (width, pad) = from[idx]ᵀ, zeros in what was padded
+static void gather_transposed(const float *from, long stride, const int32_t *idx, long count, long pad, long width,
+                              float *to) {
+    for (long k0 = 0; k0 < count; k0 += VL) {
+        long stop = std::min(k0 + VL, count);
+        for (long d = 0; d < width; d++)
+            for (long k = k0; k < stop; k++) to[d * pad + k] = from[(long)idx[k] * stride + d];
+    }
+    for (long d = 0; d < width; d++)
+        for (long k = count; k < pad; k++) to[d * pad + k] = 0;
+}
+
+static void gather(const float *from, long stride, const int32_t *idx, long count, long width, float scale, float *to) {
+    for (long m = 0; m < count; m++) {
+        const float *row = from + (long)idx[m] * stride;
+        for (long d = 0; d < width; d++) to[m * width + d] = scale * row[d];
+    }
+}
+
+// -inf where a query does not see a key, and in what was padded
+static void hide(const Piece &p, const Tree &t, long keys, long pad, float *scores) {
+    for (long m = 0; m < p.asked; m++) {
+        float *row = scores + m * pad;
+        int32_t i = t.queries[p.query + m];
+        for (long j = p.start; j < p.start + p.own; j++)
+            if (j > i || i >= j + t.size[j]) row[p.above + j - p.start] = -INFINITY;
+        for (long k = keys; k < pad; k++) row[k] = -INFINITY;
+    }
+}
+
+struct Scratch {
+    std::vector<float> kt, vt, q, dout, p, dp;
+};
+
+extern "C" {
+
+// q (rows, heads * width), k and v (tokens, groups * width), all rotated; out as q; lse (rows, heads): log of the sum of
+// exponentials, from which the backward pass has the weights again
+void attend(const Tree *tree, const Heads *shape, const float *q, const float *k, const float *v, float *out, float *lse,
+            int threads) {
+    const Tree &t = *tree;
+    const long H = shape->heads, G = shape->groups, D = shape->width, per = H / G;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int thread = 0; thread < threads; thread++) {
+        Scratch s;
+        for (int at = t.bounds[thread]; at < t.bounds[thread + 1]; at++) {
+            const Piece &p = t.pieces[t.items[at] / G];
+            const long g = t.items[at] % G, keys = p.above + p.own, pad = padded(keys);
+            const int32_t *idx = t.keys + p.key, *rows = t.rows + p.query;
+            s.kt.resize(D * pad), s.q.resize(p.asked * D), s.p.resize(p.asked * pad);
+            gather_transposed(k + g * D, G * D, idx, keys, pad, D, s.kt.data());
+            for (long h = g * per; h < (g + 1) * per; h++) {
+                gather(q + h * D, H * D, rows, p.asked, D, shape->scale, s.q.data());
+                product<false>(p.asked, pad, D, s.q.data(), D, 1, s.kt.data(), pad, nullptr, s.p.data(), pad, nullptr);
+                hide(p, t, keys, pad, s.p.data());
+                for (long m = 0; m < p.asked; m++) {
+                    float *row = s.p.data() + m * pad;
+                    vf top = load(row);
+                    for (long c = VL; c < pad; c += VL) {
+                        vf x = load(row + c);
+                        top = x > top ? x : top;
+                    }
+                    float most = top[0];
+                    for (int i = 1; i < VL; i++) most = std::max(most, top[i]);
+                    vf total = vf{};
+                    for (long c = 0; c < pad; c += VL) {
+                        vf x = load(row + c), e = vexp(x - most);
+                        e = x == -INFINITY ? vf{} : e;
+                        total += e;
+                        store(row + c, e);
+                    }
+                    float whole = sum(total), inverse = 1 / whole;
+                    for (long c = 0; c < pad; c += VL) store(row + c, load(row + c) * inverse);
+                    lse[(long)rows[m] * H + h] = most + std::log(whole);
+                }
+                product<false>(p.asked, D, keys, s.p.data(), pad, 1, v + g * D, G * D, idx, out + h * D, H * D, rows);
+            }
+        }
+    }
+}
+
+// dq as q; dk and dv (tokens, groups * width) for every thread, zeros at first, to be added up
+void attend_back(const Tree *tree, const Heads *shape, const float *q, const float *k, const float *v, const float *out,
+                 const float *lse, const float *dout, float *dq, float *const *dk, float *const *dv, int threads) {
+    const Tree &t = *tree;
+    const long H = shape->heads, G = shape->groups, D = shape->width, per = H / G;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int thread = 0; thread < threads; thread++) {
+        Scratch s;
+        float *own_dk = dk[thread], *own_dv = dv[thread];
+        for (int at = t.bounds[thread]; at < t.bounds[thread + 1]; at++) {
+            const Piece &p = t.pieces[t.items[at] / G];
+            const long g = t.items[at] % G, keys = p.above + p.own, pad = padded(keys);
+            const int32_t *idx = t.keys + p.key, *rows = t.rows + p.query;
+            s.kt.resize(D * pad), s.vt.resize(D * pad), s.q.resize(p.asked * D), s.dout.resize(p.asked * D);
+            s.p.resize(p.asked * pad), s.dp.resize(p.asked * pad);
+            gather_transposed(k + g * D, G * D, idx, keys, pad, D, s.kt.data());
+            gather_transposed(v + g * D, G * D, idx, keys, pad, D, s.vt.data());
+            for (long h = g * per; h < (g + 1) * per; h++) {
+                gather(q + h * D, H * D, rows, p.asked, D, shape->scale, s.q.data());
+                gather(dout + h * D, H * D, rows, p.asked, D, 1, s.dout.data());
+                product<false>(p.asked, pad, D, s.q.data(), D, 1, s.kt.data(), pad, nullptr, s.p.data(), pad, nullptr);
+                product<false>(p.asked, pad, D, s.dout.data(), D, 1, s.vt.data(), pad, nullptr, s.dp.data(), pad, nullptr);
+                hide(p, t, keys, pad, s.p.data());
+                for (long m = 0; m < p.asked; m++) {
+                    float *row = s.p.data() + m * pad, *drow = s.dp.data() + m * pad;
+                    const float *o = out + (long)rows[m] * H * D + h * D, *d = s.dout.data() + m * D;
+                    vf dot = vf{};
+                    for (long c = 0; c < D; c += VL) dot += load(o + c) * load(d + c);
+                    float delta = sum(dot), log_sum = lse[(long)rows[m] * H + h];  // delta = sum of dP * P
+                    for (long c = 0; c < pad; c += VL) {
+                        vf x = load(row + c), e = vexp(x - log_sum);
+                        e = x == -INFINITY ? vf{} : e;
+                        store(row + c, e);
+                        store(drow + c, e * (load(drow + c) - delta));
+                    }
+                }
+                product<true>(keys, D, p.asked, s.p.data(), 1, pad, s.dout.data(), D, nullptr, own_dv + g * D, G * D, idx);
+                product<true>(keys, D, p.asked, s.dp.data(), 1, pad, s.q.data(), D, nullptr, own_dk + g * D, G * D, idx);
+                product<false>(p.asked, D, keys, s.dp.data(), pad, 1, k + g * D, G * D, idx, dq + h * D, H * D, rows);
+                for (long m = 0; m < p.asked; m++) {
+                    float *row = dq + (long)rows[m] * H * D + h * D;
+                    for (long c = 0; c < D; c += VL) store(row + c, load(row + c) * shape->scale);
+                }
+            }
+        }
+    }
+}
+
+// x (rows, heads * width) in place, by the angles of each row: cosines and sines (rows, width), whose halves are equal.
+// sign -1 turns back, which is what the gradient needs.
+void rotate(float *x, const float *cosines, const float *sines, long rows, long heads, long width, float sign, int threads) {
+    const long half = width / 2;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long r = 0; r < rows; r++) {
+        const float *c = cosines + r * width, *s = sines + r * width;
+        for (long h = 0; h < heads; h++) {
+            float *a = x + (r * heads + h) * width, *b = a + half;
+#pragma omp simd
+            for (long d = 0; d < half; d++) {
+                float u = a[d], w = b[d];
+                a[d] = u * c[d] - w * sign * s[d];
+                b[d] = w * c[d] + u * sign * s[d];
+            }
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------- norms
+
+// total = x + more (or x alone), y = weight * total / rms(total); scale (rows,) keeps 1 / rms
+void norm(const float *x, const float *more, const float *weight, float eps, float *total, float *y, float *scale, long rows,
+          long width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long r = 0; r < rows; r++) {
+        const float *in = x + r * width;
+        if (more) {
+            const float *add = more + r * width;
+            float *to = total + r * width;
+#pragma omp simd
+            for (long d = 0; d < width; d++) to[d] = in[d] + add[d];
+            in = to;
+        }
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (long d = 0; d < width; d++) squares += in[d] * in[d];
+        float inverse = 1 / std::sqrt(squares / width + eps);
+        scale[r] = inverse;
+        float *to = y + r * width;
+#pragma omp simd
+        for (long d = 0; d < width; d++) to[d] = in[d] * inverse * weight[d];
+    }
+}
+
+// dx = weight * dy / rms - x * (sum of weight * dy * x) / (width * rms³), + what came to x by another way
+void norm_back(const float *x, const float *scale, const float *weight, const float *dy, const float *other, float *dx,
+               long rows, long width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long r = 0; r < rows; r++) {
+        const float *in = x + r * width, *d_y = dy + r * width;
+        float *to = dx + r * width, dot = 0, s = scale[r];
+#pragma omp simd reduction(+ : dot)
+        for (long d = 0; d < width; d++) dot += weight[d] * d_y[d] * in[d];
+        dot *= s * s * s / width;
+        if (other) {
+            const float *add = other + r * width;
+#pragma omp simd
+            for (long d = 0; d < width; d++) to[d] = add[d] + s * weight[d] * d_y[d] - dot * in[d];
+        } else {
+#pragma omp simd
+            for (long d = 0; d < width; d++) to[d] = s * weight[d] * d_y[d] - dot * in[d];
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------- SwiGLU
+
+static const long STRIP = 4096;  // numbers that a thread takes at a time
+
+// out = gate * sigmoid(gate) * up; out may be gate or up
+void swiglu(const float *gate, const float *up, float *out, long count, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long strip = 0; strip < count; strip += STRIP) {
+        long stop = std::min(strip + STRIP, count), i = strip;
+        for (; i + VL <= stop; i += VL) {
+            vf g = load(gate + i);
+            store(out + i, g / (1 + vexp(-g)) * load(up + i));
+        }
+        for (; i < stop; i++) out[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
+    }
+}
+
+// gate and up become their gradients; act, if asked for, what swiglu gave
+void swiglu_back(float *gate, float *up, const float *dact, float *act, long count, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long strip = 0; strip < count; strip += STRIP) {
+        long stop = std::min(strip + STRIP, count), i = strip;
+        for (; i + VL <= stop; i += VL) {
+            vf g = load(gate + i), u = load(up + i), d = load(dact + i), s = 1 / (1 + vexp(-g)), gs = g * s;
+            if (act) store(act + i, gs * u);
+            store(up + i, d * gs);
+            store(gate + i, d * u * (s + gs * (1 - s)));
+        }
+        for (; i < stop; i++) {
+            float g = gate[i], u = up[i], d = dact[i], s = 1 / (1 + std::exp(-g)), gs = g * s;
+            if (act) act[i] = gs * u;
+            up[i] = d * gs;
+            gate[i] = d * u * (s + gs * (1 - s));
+        }
+    }
+}
+
+int vector_lanes(void) { return VL; }
+}

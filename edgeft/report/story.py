@@ -1,0 +1,254 @@
+"""What a run folder tells, put in order: scores, curves, memory, time, what was updated.
+
+Only files of the run and the two models are read; what is missing is None or empty, never made up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgeft.errors import EdgeftError
+from edgeft.model import demo_model, is_gguf
+from edgeft.model.gguf import GGUF
+from edgeft.run import Run
+
+ROWS = ("q", "k", "v", "o", "gate", "up", "down", "norms", "biases")  # of the map of tensors
+NAMES = {
+    "attn_q": "q",
+    "attn_k": "k",
+    "attn_v": "v",
+    "attn_output": "o",
+    "ffn_gate": "gate",
+    "ffn_up": "up",
+    "ffn_down": "down",
+}
+
+
+@dataclass
+class Map:
+    """Blocks × tensors: how far each moved, ‖after - before‖ / ‖before‖; None where nothing was updated."""
+
+    depth: int
+    moved: dict[tuple[int, str], float | None] = field(default_factory=dict)
+    measured: bool = True  # False: updated or not is all that is known
+
+
+@dataclass
+class Story:
+    name: str
+    path: Path
+    recipe: Any
+    model: str
+    result: dict[str, Any] | None  # base and tuned on held-out rows
+    suites: list[dict[str, Any]]  # other suites that were run
+    harness: dict[str, Any] | None
+    done: dict[str, Any]
+    plan: dict[str, Any]
+    exported: dict[str, Any]
+    counts: dict[str, Any]  # rows and tokens of the data
+    scheme: dict[str, Any]
+    train_loss: list[tuple[float, float]]  # step, loss
+    heldout_loss: list[tuple[float, float]]
+    memory: list[tuple[float, float]]  # seconds since training began, bytes
+    stages: list[tuple[str, float]]  # name, seconds
+    peaks: dict[str, int]  # highest memory in bytes, by stage
+    map: Map | None
+    base_bytes: int | None
+    tuned_bytes: int | None
+
+
+def tell(run: Run) -> Story:
+    events = run.events()
+    first = {name: next((e for e in events if e.get("event") == name), {}) for name in ("prepare", "scheme")}
+    steps = _latest(e for e in events if e.get("event") == "step")
+    checks = _latest(e for e in events if e.get("event") == "validation")
+    origin = base_file(run)
+    result, suites = results(run)
+    return Story(
+        name=run.path.resolve().name,
+        path=run.path,
+        recipe=run.recipe,
+        model=Path(run.recipe.model.path or (origin.name if origin else "the embedded model")).name,
+        result=result,
+        suites=suites,
+        harness=run.read_json(run.path / "eval-harness.json"),
+        done=run.read_json(run.done) or {},
+        plan=run.read_json(run.path / "plan.json") or {},
+        exported=run.read_json(run.path / "export.json") or {},
+        counts=first["prepare"],
+        scheme=first["scheme"],
+        train_loss=[(e["step"], e["loss"]) for e in steps],
+        heldout_loss=[(e["step"], e["heldout_loss"]) for e in checks if _number(e.get("heldout_loss"))],
+        memory=_memory(steps),
+        stages=_stages(events, steps),
+        peaks={name: int(b) for name, b in (run.read_json(run.path / "peaks.json") or {}).items() if _number(b)},
+        map=tensor_map(run, origin, first["scheme"]),
+        base_bytes=origin.stat().st_size if origin else None,
+        tuned_bytes=run.model.stat().st_size if run.model.is_file() else None,
+    )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and bool(np.isfinite(value))
+
+
+def _latest(events: Any) -> list[dict[str, Any]]:
+    """One event a step, the last: steps after the last checkpoint are done again by a resumed run."""
+    found = {e["step"]: e for e in events if isinstance(e.get("step"), int)}
+    return [found[step] for step in sorted(found)]
+
+
+def base_file(run: Run) -> Path | None:
+    """The GGUF file that was tuned, if it is there."""
+    path = run.recipe.model.path
+    file = Path(path) if path else demo_model()
+    return file if file is not None and file.is_file() and is_gguf(str(file)) else None
+
+
+def results(run: Run) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """(the run's own held-out rows, other suites)."""
+    main = run.read_json(run.evaluation) or run.read_json(run.path / "eval-trainer.json")
+    others: dict[str, dict[str, Any]] = {}
+    for file in sorted(run.path.glob("eval-*.json"), reverse=True):  # eval-keep.json, as shipped, over -trainer
+        found = run.read_json(file)
+        if found and "tuned" in found and found.get("suite") not in (None, "qa"):
+            others[found["suite"]] = found
+    return main, [others[name] for name in sorted(others)]
+
+
+def _memory(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Time runs while training does: pauses between the processes of one run are left out."""
+    ends = itertools.accumulate(float(e.get("seconds") or 0.0) for e in steps)
+    return [(end, e["rss_bytes"]) for end, e in zip(ends, steps, strict=True) if e.get("rss_bytes")]
+
+
+def _stages(events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Seconds of each stage. What no event names is the time between two events of one process."""
+
+    def at(name: str, last: bool = False, **wanted: Any) -> float | None:
+        times = [
+            float(e["time"])
+            for e in events
+            if e.get("event") == name and "time" in e and all(e.get(k) == v for k, v in wanted.items())
+        ]
+        return (times[-1] if last else times[0]) if times else None
+
+    found: list[tuple[str, float]] = []
+    prepare = next((float(e["seconds"]) for e in events if e.get("event") == "prepare" and "seconds" in e), 0.0)
+    found.append(("prepare", prepare))
+    scheme, start = at("scheme"), at("validation", step=0)
+    checks = [e for e in events if e.get("event") == "validation"]
+    check_s = sum(float(e.get("seconds") or 0.0) for e in checks)
+    if scheme and start:
+        first = float(checks[0].get("seconds") or 0.0) if checks else 0.0
+        named = next((float(e["seconds"]) for e in events if e.get("event") == "trunk" and "seconds" in e), None)
+        found.append(("trunk", named if named is not None else max(0.0, start - scheme - first)))
+    found.append(("train", sum(float(e.get("seconds") or 0.0) for e in steps)))
+    found.append(("held-out loss", check_s))
+    exported, ended = at("export"), at("validation", last=True)
+    if (
+        exported
+        and ended
+        and not any(e.get("event") == "resume" and ended < e.get("time", 0) < exported for e in events)
+    ):
+        found.append(("export", max(0.0, exported - ended)))
+    scored = {
+        (e.get("suite"), e.get("who")): float(e.get("seconds") or 0.0) for e in events if e.get("event") == "eval"
+    }
+    found.append(("evaluate", sum(scored.values())))
+    return [(name, seconds) for name, seconds in found if seconds > 0.005]
+
+
+# ---------------------------------------------------------------- what was updated
+
+
+def tensor_map(run: Run, origin: Path | None, scheme: dict[str, Any]) -> Map | None:
+    """From the two files, so that it shows what is in them; without a base file, from the scheme."""
+    try:
+        if origin is not None and run.model.is_file():
+            return compare_files(GGUF.open(origin), GGUF.open(run.model))
+        if run.model.is_file() and scheme.get("blocks"):
+            depth = int(GGUF.open(run.model).need("block_count"))
+            update = run.recipe.update
+            rows = (list(update.tensors) if update.weights else []) + (["norms"] if update.norms else [])
+            rows += ["biases"] if update.biases else []
+            return Map(depth, {(b, row): None for b in scheme["blocks"] for row in rows}, measured=False)
+    except (EdgeftError, KeyError, OSError):
+        pass  # a report without its map is better than none
+    return None
+
+
+def compare_files(base: GGUF, tuned: GGUF) -> Map:
+    """Tensors that keep their bytes did not move; others are unpacked and compared. Norms and biases of a block are
+    one figure each; biases that were added have nothing to be compared with and are measured as they are."""
+    found = Map(int(base.need("block_count")))
+    sums: dict[tuple[int, str], tuple[float, float]] = {}
+    for name in tuned.tensors:
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+        if not match:
+            continue
+        row = NAMES.get(match[2]) if match[3] == "weight" else "biases"
+        row = row or ("norms" if "norm" in match[2] else None)
+        if row is None:
+            continue
+        same_type = name in base.tensors and base.tensors[name].type == tuned.tensors[name].type
+        if same_type and np.array_equal(base.bytes(name), tuned.bytes(name)):
+            continue
+        after = _values(tuned, name)
+        before = _values(base, name) if name in base.tensors else None
+        change = float(np.square(after - before).sum(dtype=np.float64)) if before is not None else float(after @ after)
+        size = float(np.square(before).sum(dtype=np.float64)) if before is not None else 0.0
+        key = (int(match[1]), row)
+        sums[key] = (sums.get(key, (0.0, 0.0))[0] + change, sums.get(key, (0.0, 0.0))[1] + size)
+    found.moved = {key: float(np.sqrt(c / s)) if s > 0 else float(np.sqrt(c)) for key, (c, s) in sums.items()}
+    return found
+
+
+def _values(gguf: GGUF, name: str) -> np.ndarray:
+    """(n,) float32."""
+    from edgeft.model import ggml
+
+    info = gguf.tensors[name]
+    columns = int(info.shape[0])
+    rows = int(np.prod(info.shape[1:])) if len(info.shape) > 1 else 1
+    out = np.empty((rows, columns), np.float32)
+    ggml.unpack(gguf.bytes(name), info.type, out)
+    return out.reshape(-1)
+
+
+# ---------------------------------------------------------------- one line
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """One line of `edgeft runs`."""
+    done = run.read_json(run.done) or {}
+    main, _ = results(run)
+    counts: dict[str, Any] = next((e for e in run.events() if e.get("event") == "prepare"), {})
+    score = None
+    if main and main.get("base"):
+        metric = (main.get("verdict") or {}).get("metric", "f1")
+        if main["tuned"].get(metric) is None:
+            metric = "loss"
+        score = {"metric": metric, "base": main["base"].get(metric), "tuned": main["tuned"].get(metric)}
+    model = run.recipe.model.path or demo_model()
+    return {
+        "run": run.path.name,
+        "recipe": run.recipe.name,
+        "model": Path(str(model)).name if model else "",
+        "train_rows": counts.get("train_rows"),
+        "state": "complete" if main else "trained" if done else "not finished",
+        "score": score,
+        "base_loss": done.get("base_loss"),
+        "best_loss": done.get("best_loss"),
+        "base_f1": ((main or {}).get("base") or {}).get("f1"),
+        "tuned_f1": ((main or {}).get("tuned") or {}).get("f1"),
+        "seconds": done.get("seconds"),
+        "train_seconds": done.get("train_seconds"),
+        "peak_bytes": done.get("peak_bytes"),
+    }

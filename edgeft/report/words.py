@@ -1,0 +1,88 @@
+"""Figures and verdicts in words; shared by the command line, the report and the model card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+METRICS = {
+    "loss": "loss",
+    "perplexity": "perplexity",
+    "exact_match": "exact match",
+    "f1": "F1",
+    "contains": "contains answer",
+    "accuracy": "accuracy",
+    "accuracy_norm": "accuracy per character",
+}
+PLAIN = ("loss", "perplexity")  # no percentages, and lower is better
+
+
+def figure(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if name == "perplexity":
+        return f"{value:.1f}" if value < 1000 else f"{value:.3g}"
+    return f"{value:.4f}" if name == "loss" else f"{value:.1f} %"
+
+
+def difference(name: str, found: dict[str, Any] | None) -> str:
+    """`+84.0 (75.1 to 92.0)`."""
+    if found is None:
+        return ""
+    digits = 3 if name in PLAIN else 1
+    interval = "" if found["low"] is None else f" ({found['low']:+.{digits}f} to {found['high']:+.{digits}f})"
+    return f"{found['value']:+.{digits}f}{interval}"
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """One sentence: better or not, by how much, how sure."""
+    found = result.get("verdict")
+    if not found:
+        return ""
+    name = found["metric"]
+    change = result["difference"][name]
+    unit = "nats a token" if name == "loss" else "points"
+    digits = 3 if name in PLAIN else 1
+    if change["low"] is None:
+        return f"{_title(name)} changed by {change['value']:+.{digits}f} {unit}; one row is too few to say more."
+    interval = f"95 % interval {change['low']:+.{digits}f} to {change['high']:+.{digits}f}, {result['rows']} rows"
+    if found["result"] == "unclear":
+        return (
+            f"No clear difference: {_title(name)} changed by {change['value']:+.{digits}f} {unit}, and the interval "
+            f"holds zero ({interval})."
+        )
+    word = "rose" if change["value"] > 0 else "fell"
+    size = f"{abs(change['value']):.{digits}f} {unit}"
+    return f"{found['result'].capitalize()}: {_title(name)} {word} by {size} ({interval})."
+
+
+def _title(name: str) -> str:
+    return METRICS[name]
+
+
+def size(count: float | None) -> str:
+    if count is None:
+        return "–"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}" if unit == "GiB" else f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def count(number: float | None) -> str:
+    """23.9 M."""
+    if number is None:
+        return "–"
+    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number:.0f}"

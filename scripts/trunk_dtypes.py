@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""What the trunk cache's precision costs: bytes, error of the states, and held-out loss before and after training.
+
+    scripts/trunk_dtypes.py [--model FILE] [--data DIR] [--rows 48] [--steps 6] [--set KEY=VALUE]
+
+Every precision trains from the same weights, on the same rows, in the same order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edgeft import config, pipeline
+from edgeft.cache import model_id
+from edgeft.data import tokens
+from edgeft.run import Run
+from edgeft.train import trunk
+from edgeft.train.loop import Trainer
+from edgeft.train.progress import Progress
+
+
+def states(run: Run, dtype: str) -> tuple[torch.Tensor, float]:
+    """(what the cut sees of the first rows, bytes per token of the file)."""
+    run.recipe.how.trunk_dtype = dtype
+    stack, scheme, parameters = pipeline.build(run.recipe)
+    rows, heldout = tokens.load(run.tokens, texts=False)
+    trainer = Trainer(run, stack, scheme, parameters, rows, heldout, Progress())
+    name = model_id(pipeline.model_source(run.recipe.model.path))
+    found = trunk.prepare(run, stack, trainer.forest, scheme.cut, name, Progress(), lambda: False)
+    assert found is not None
+    assert found.states is not None
+    size = found.states.path.stat().st_size / len(trainer.forest)
+    nodes, batch = trainer.forest.batch(list(range(min(64, len(rows)))))
+    hidden = found.hidden(nodes, batch)
+    found.close()
+    return hidden, size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--data")
+    parser.add_argument("--rows", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--recipe", default="sparse-bp")
+    parser.add_argument("--set", action="append", default=[])
+    args = parser.parse_args()
+    results: dict[str, dict[str, Any]] = {}
+    exact = torch.empty(0)
+    with tempfile.TemporaryDirectory() as place:
+        for dtype in ("fp32", "fp16", "int8"):
+            sets = [f"data.rows={args.rows}", f"train.steps={args.steps}", f"how.trunk_dtype={dtype}"]
+            recipe = config.apply_sets(config.load_recipe(args.recipe), [*sets, "how.trunk_place=run", *args.set])
+            recipe.model.path, recipe.data.path = args.model, args.data
+            run = Run.start(Path(place) / dtype, recipe, False)
+            pipeline.prepare(run, Progress())
+            hidden, size = states(run, dtype)
+            exact = hidden if dtype == "fp32" else exact
+            error = (hidden - exact).norm(dim=1) / exact.norm(dim=1)
+            pipeline.train(run, Progress())
+            done = run.read_json(run.done) or {}
+            results[dtype] = {"bytes": size, "mean": error.mean(), "worst": error.max(), **done}
+    base = results["fp32"]
+    print("| dtype | bytes/token | error, mean | worst token | loss before | − fp32 | loss after | − fp32 |")
+    print("|---|---|---|---|---|---|---|---|")
+    for dtype, row in results.items():
+        print(
+            f"| {dtype} | {row['bytes']:.0f} | {row['mean']:.2e} | {row['worst']:.2e} "
+            f"| {row['base_loss']:.4f} | {row['base_loss'] - base['base_loss']:+.4f} "
+            f"| {row['best_loss']:.4f} | {row['best_loss'] - base['best_loss']:+.4f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""The compiled kernels: the same numbers and gradients as plain torch, and as transformers' own blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edgeft.config import HowConfig, Recipe, TrainConfig, UpdateConfig
+from edgeft.errors import ConfigError, EdgeftError
+from edgeft.model import compiled, kernels
+from edgeft.model.attention import Tree
+from edgeft.model.block import add_norm, feed_forward
+from edgeft.model.kernels import Plan, heads
+from edgeft.model.stack import Batch, Stack, load
+from edgeft.run import Run
+from edgeft.sparse import scheme as schemes
+from edgeft.train import engine
+from edgeft.train.optimizer import Optimizer
+from edgeft.train.progress import Progress
+from tests.test_attention import forest
+from tests.test_tree import ROWS
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("kind", ["chain", "passages", "random"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_attention_is_that_of_a_dense_mask(kind: str, threads: int, some: bool) -> None:
+    """some: only a few tokens ask, as in the last block."""
+    library = kernels.load()
+    tree = Tree(forest(kind))
+    length, head, groups, width = len(tree.size), 6, 2, 16
+    torch.manual_seed(1)
+    asked = np.arange(length)[::7] if some else np.arange(length)
+    q, k, v = (
+        torch.randn(len(asked), head * width),
+        torch.randn(length, groups * width),
+        torch.randn(length, groups * width),
+    )
+    dout = torch.randn_like(q)
+    plan, shape = Plan(tree, groups, threads, asked if some else None), heads(head, groups, width, 0.25)
+    out, lse = library.attend(plan, shape, q, k, v)
+    back = library.attend_back(plan, shape, q, k, v, out, lse, dout)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    a, b, c = (t.view(len(t), -1, width).transpose(0, 1) for t in leaves)
+    scores = 0.25 * a @ b.repeat_interleave(3, 0).transpose(1, 2)
+    hidden = torch.from_numpy(~tree.dense()[asked])
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    want = (weights @ c.repeat_interleave(3, 0)).transpose(0, 1).reshape(len(asked), -1)
+    (want * dout).sum().backward()
+    assert near(out, want.detach()) < 1e-6
+    for got, leaf in zip(back, leaves, strict=True):
+        assert leaf.grad is not None
+        assert near(got, leaf.grad) < 2e-6
+    again = library.attend_back(plan, shape, q, k, v, out, lse, dout)
+    assert all(torch.equal(x, y) for x, y in zip(back, again, strict=True))  # to the bit
+
+
+@pytest.mark.parametrize("size", [(5, 64), (33, 576), (7, 50)])
+def test_norm_and_gate(size: tuple[int, int]) -> None:
+    library = kernels.load()
+    torch.manual_seed(2)
+    x, more, dy, other, gate, up = (torch.randn(size) * 3 for _ in range(6))
+    weight = torch.rand(size[1]) + 0.5
+    total, y, scale = library.norm(x, more, weight, 1e-5)
+    leaf = (x + more).double().requires_grad_()
+    want = leaf * (leaf.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight
+    ((want * dy).sum() + (leaf * other).sum()).backward()
+    assert near(y, want.detach()) < 1e-6
+    assert leaf.grad is not None
+    assert near(library.norm_back(total, scale, weight, dy, other), leaf.grad) < 1e-6
+
+    act = torch.empty(size)
+    library.swiglu(gate, up, act)
+    g, u = gate.double().requires_grad_(), up.double().requires_grad_()
+    wanted = torch.nn.functional.silu(g) * u
+    (wanted * dy).sum().backward()
+    assert near(act, wanted.detach()) < 1e-6
+    again = torch.empty(size)
+    library.swiglu_back(gate, up, dy, again)
+    assert g.grad is not None
+    assert u.grad is not None
+    assert near(again, wanted.detach()) < 1e-6
+    assert near(gate, g.grad) < 1e-6
+    assert near(up, u.grad) < 1e-6
+
+
+def test_exponentials_far_out_are_finite() -> None:
+    library = kernels.load()
+    gate = torch.tensor([[-200.0, -90.0, -1e-8, 0.0, 90.0, 200.0] * 8])
+    up, act = torch.ones_like(gate), torch.empty_like(gate)
+    library.swiglu(gate, up, act)
+    torch.testing.assert_close(act, torch.nn.functional.silu(gate), rtol=1e-5, atol=1e-30)
+
+
+# ---------------------------------------------------------------- whole stacks
+
+WAYS = {
+    "sparse": UpdateConfig(blocks=[20, 26, 29], tensors=["q", "v", "o", "up", "down"], norms=True),
+    "biases": UpdateConfig(blocks=[21, 29], biases=True, norms=True, weights=False),
+    "lora": UpdateConfig(method="lora", blocks=[22, 25], rank=4),
+}
+
+
+def gradients(
+    stack: Stack, cut: int, parameters: dict[str, torch.nn.Parameter]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    from edgeft.data.tree import Forest
+
+    rows = Forest(ROWS)
+    _, batch = rows.batch(list(range(len(ROWS))))
+    loss = stack.head.loss(stack.top(stack.trunk(batch, cut), batch, cut), batch.targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    for p in parameters.values():
+        p.grad = None
+    return float(loss.detach()), found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_are_transformers(model: Path, way: str) -> None:
+    torch.manual_seed(0)
+    stack = load(model)
+    scheme = schemes.make(WAYS[way], stack.depth, "llama")
+    parameters = schemes.apply(stack, scheme, 0)
+    for name, parameter in parameters.items():
+        if "lora_B" in name or name.endswith("bias"):
+            parameter.data.normal_(std=0.02)  # from zero, half of the gradients would be zero
+    loss, want = gradients(stack, scheme.cut, parameters)
+    assert stack.use_kernels(kernels.load())
+    for recompute in (False, True):
+        stack.recompute = recompute
+        found, got = gradients(stack, scheme.cut, parameters)
+        assert found == pytest.approx(loss, rel=1e-5)
+        assert set(got) == set(want) == set(parameters)
+        for name in want:
+            assert near(got[name], want[name]) < 1e-4, name
+
+
+def test_micro_batches_add_up(model: Path) -> None:
+    """A second backward pass adds to the gradient of the first."""
+    stack = load(model)
+    scheme = schemes.make(WAYS["sparse"], stack.depth, "llama")
+    parameters = schemes.apply(stack, scheme, 0)
+    assert stack.use_kernels(kernels.load())
+    _, once = gradients(stack, scheme.cut, parameters)
+    for name, parameter in parameters.items():
+        parameter.grad = once[name].clone()
+    _, twice = gradients(stack, scheme.cut, parameters)
+    for name in once:
+        torch.testing.assert_close(twice[name], 2 * once[name], rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_below_the_cut_gets_a_gradient(model: Path) -> None:
+    stack = load(model)
+    scheme = schemes.make(UpdateConfig(blocks=[28]), stack.depth, "llama")
+    schemes.apply(stack, scheme, 0)
+    library = kernels.load()
+    stack.use_kernels(library)
+    hidden = torch.randn(9, stack.width)
+    normed = add_norm((hidden, None), stack.layers[28].input_layernorm, library)[1]
+    assert not normed.requires_grad
+    assert feed_forward(normed, stack.layers[28].mlp, library).requires_grad
+    assert not feed_forward(normed, stack.layers[29].mlp, library).requires_grad
+
+
+def test_token_share(model: Path) -> None:
+    """All tokens kept: the same gradients. Some: the same loss, and the gradients that stopping at the others gives."""
+    from edgeft.data.tree import Forest
+
+    stack = load(model)
+    scheme = schemes.make(UpdateConfig(blocks=[26, 29], tensors=["q", "k", "v", "down"]), stack.depth, "llama")
+    parameters = schemes.apply(stack, scheme, 0)
+    assert stack.use_kernels(kernels.load())
+    _, batch = Forest(ROWS).batch(list(range(len(ROWS))))
+    hidden = stack.trunk(batch, scheme.cut)
+
+    def run() -> tuple[float, dict[str, torch.Tensor]]:
+        loss = stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for p in parameters.values():
+            p.grad = None
+        return float(loss.detach()), found
+
+    loss, want = run()
+    batch.kept = np.arange(len(batch.tokens))
+    same, got = run()
+    assert same == pytest.approx(loss, rel=1e-6)
+    for name in want:
+        assert near(got[name], want[name]) < 1e-5
+    batch.kept = np.union1d(np.arange(0, len(batch.tokens), 3), batch.at.numpy())
+    some, fewer = run()
+    assert some == pytest.approx(loss, rel=1e-6)
+    assert near(fewer["layers.26.self_attn.v_proj.weight"], want["layers.26.self_attn.v_proj.weight"]) > 0.01
+    stack.recompute = True
+    _, again = run()
+    for name in fewer:
+        assert near(again[name], fewer[name]) < 1e-6
+    stack.kernels = None  # the oracle: autograd, with keys and values of the others detached in every block
+    stack.recompute = False
+    others = torch.ones(len(batch.tokens), dtype=torch.bool)
+    others[torch.from_numpy(batch.kept)] = False
+
+    def cut_off(module: torch.nn.Module, given: object, out: torch.Tensor) -> torch.Tensor:
+        return torch.where(others[None, :, None], out.detach(), out)
+
+    hooks = [
+        layer.register_forward_hook(cut_off)
+        for block in list(stack.layers)[scheme.cut :]
+        for layer in (block.self_attn.k_proj, block.self_attn.v_proj, block.self_attn.q_proj, block.mlp.down_proj)
+    ]
+    hooks += [block.register_forward_hook(cut_off) for block in list(stack.layers)[scheme.cut : -1]]
+    _, oracle = run()
+    for hook in hooks:
+        hook.remove()
+    for name in fewer:
+        assert near(fewer[name], oracle[name]) < 1e-4, name
+
+
+# ---------------------------------------------------------------- building and choosing
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGEFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-no-such-flag"))
+    with pytest.raises(EdgeftError, match="could not compile"):
+        compiled.build()
+    assert not list((tmp_path / "kernels").iterdir())
+    monkeypatch.setattr(compiled, "compiler", lambda: None)
+    with pytest.raises(EdgeftError, match="no C\\+\\+ compiler"):
+        compiled.build()
+
+
+def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGEFT_CACHE", str(tmp_path))
+    assert not compiled.is_built()
+    made = compiled.build()
+    assert compiled.is_built()
+    assert kernels.Kernels(made).lanes in (4, 8, 16)
+    monkeypatch.setattr(compiled, "compiler", lambda: None)
+    assert compiled.build() == made
+
+
+class Lines(Progress):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_auto_compiles_only_what_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines, library = Lines(), kernels.load()
+    monkeypatch.setattr(kernels, "load", lambda: library)
+    monkeypatch.setenv("EDGEFT_CACHE", str(tmp_path))  # nothing is built there
+
+    def choose(name: str, flops: float, how: str = "auto", head: int = 64) -> kernels.Kernels | None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return engine.choose(Run(tmp_path / name, Recipe(how=HowConfig(compile=how))), head, "silu", flops, lines)
+
+    assert choose("short", 1e9) is None  # a hundredth of a second of work
+    assert choose("long", 1e15) is library
+    assert choose("off", 1e15, "off") is None
+    assert not lines.said
+    monkeypatch.setattr(compiled, "compiler", lambda: None)
+    assert choose("bare", 1e15) is None
+    assert "no C++ compiler" in lines.said[0]
+    assert choose("long", 1e9) is library  # as it began
+    assert choose("short", 1e15, "on") is None
+    assert choose("odd", 1e15, "on", head=64) is library
+    with pytest.raises(EdgeftError, match="heads"):
+        choose("odder", 1e15, "on", head=42)
+
+
+def test_lean_is_the_same_model(model: Path) -> None:
+    """Without transformers: the same logits. Other architectures: tests/test_hf.py."""
+    full, lean = load(model), load(model, lean=True)
+    assert lean.use_kernels(kernels.load())
+    ids = list(range(40, 90))
+    batch = Batch(
+        torch.tensor(ids), torch.arange(len(ids)), Tree.chain(len(ids)), torch.arange(5, 49), torch.tensor(ids[6:])
+    )
+    assert near(lean.logits(batch), full.logits(batch)) < 1e-5
+
+
+# ---------------------------------------------------------------- the optimiser
+
+
+def stepped(how: HowConfig, steps: int, reload_after: int = -1) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    parameters = {"a.weight": torch.nn.Parameter(torch.randn(80, 64)), "b.bias": torch.nn.Parameter(torch.randn(64))}
+    train = TrainConfig(clip=0.0, lr=1e-2)
+    optimizer = Optimizer(parameters, train, how)
+    for step in range(steps):
+        optimizer.set_rate(1e-2 / (step + 1))
+        with optimizer.last_pass():
+            x = torch.full((3, 80), float(step + 1))
+            ((x @ parameters["a.weight"]).tanh() * parameters["b.bias"]).sum().backward()  # type: ignore[no-untyped-call]
+        assert optimizer.step() > 0
+        assert all(p.grad is None for p in parameters.values())
+        if step == reload_after:
+            tensors, numbers = optimizer.state()
+            optimizer = Optimizer(parameters, train, how)
+            optimizer.restore({k: v.clone() for k, v in tensors.items()}, numbers)
+    return [p.detach().clone() for p in parameters.values()]
+
+
+def test_in_place_is_the_same_step() -> None:
+    together, each = stepped(HowConfig(), 4), stepped(HowConfig(step_in_place=True), 4)
+    assert all(torch.equal(a, b) for a, b in zip(together, each, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "8bit"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_its_state_comes_back(kind: str, in_place: bool) -> None:
+    how = HowConfig(optimizer_state=kind, step_in_place=in_place)
+    whole, broken = stepped(how, 4), stepped(how, 4, reload_after=1)
+    assert all(torch.equal(a, b) for a, b in zip(whole, broken, strict=True))
+
+
+def test_in_place_goes_without_clipping() -> None:
+    with pytest.raises(ConfigError, match="step_in_place"):
+        Optimizer({}, TrainConfig(clip=1.0), HowConfig(step_in_place=True))

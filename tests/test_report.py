@@ -1,0 +1,301 @@
+"""The report, the card and the table of runs, from a run folder made by hand on the embedded model."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from edgeft import config
+from edgeft.model.gguf import GGUF
+from edgeft.report import svg, words, write_card, write_report
+from edgeft.report.page import difference_marked
+from edgeft.report.story import compare_files, summary, tell
+from edgeft.run import Run
+from tests.conftest import Edgeft
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+PAIR = {
+    "question": "How <often>?",
+    "answers": ["every 17 days"],
+    "base": "It is <b>often</b> done",
+    "tuned": "every 17 days",
+}
+RESULT = {
+    "suite": "qa",
+    "version": 2,
+    "rows": 12,
+    "base": {"loss": 7.0, "exact_match": 0.0, "f1": 2.0, "contains": 0.0},
+    "tuned": {"loss": 0.2, "exact_match": 75.0, "f1": 80.0, "contains": 75.0},
+    "difference": {
+        "loss": {"value": -6.8, "low": -7.1, "high": -6.4, "level": 0.95},
+        "exact_match": {"value": 75.0, "low": 50.0, "high": 91.7, "level": 0.95},
+        "f1": {"value": 78.0, "low": 55.0, "high": 93.0, "level": 0.95},
+        "contains": {"value": 75.0, "low": 50.0, "high": 91.7, "level": 0.95},
+    },
+    "verdict": {"metric": "f1", "result": "better"},
+    "changed": {"better": 9, "worse": 1, "same": 2},
+    "worse": [PAIR | {"base": "every 17 days", "tuned": "never", "gain": -2.0, "question": "Worse?"}],
+    "better": [PAIR | {"gain": 2.0}],
+    "examples": [PAIR],
+    "leaks": [
+        {"row": 0, "source": "h:1", "train_source": "t:9", "kind": "near", "similarity": 0.9, "text": "How <often>?"}
+    ],
+}
+FIGURES = {
+    "intervals": "Change against the base model, in points",
+    "rows": "Rows that changed",
+    "loss": "Loss over steps",
+    "memory": "Memory while training",
+    "time": "Time by stage",
+    "sizes": "File size",
+    "map": "What was updated: blocks and tensors",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
+    """A run that went 40 steps, was resumed once, and moved one byte of block 3's q and v."""
+    folder = tmp_path_factory.mktemp("runs") / "My run"
+    folder.mkdir()
+    recipe = config.load_recipe("sparse-bp")
+    (folder / "recipe.yaml").write_text(config.dump(recipe))
+    run = Run.open(folder)
+    events: list[dict[str, object]] = [
+        {
+            "time": 0,
+            "event": "prepare",
+            "format": "question/answer",
+            "seconds": 1.5,
+            "train_rows": 512,
+            "heldout_rows": 64,
+        },
+        {"time": 2, "event": "scheme", "cut": 3, "blocks": [3], "trained_parameters": 331776},
+        {"time": 9, "event": "validation", "step": 0, "heldout_loss": 7.0},
+    ]
+    for step in [*range(1, 31), *range(21, 41)]:  # steps 21 to 30 were done twice
+        events.append(
+            {"time": 9 + step, "event": "step", "step": step, "loss": 7 / step, "seconds": 1.0, "rss_bytes": 2**30}
+        )
+    events.append({"time": 50, "event": "validation", "step": 40, "heldout_loss": 0.25})
+    events.append({"time": 56, "event": "export"})
+    events.append({"time": 66, "event": "eval", "suite": "qa", "who": "base", "seconds": 8.0})
+    run.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
+    run.write_json(run.done, {"steps": 40, "base_loss": 7.0, "best_loss": 0.25, "best_step": 40, "seconds": 48.0,
+                              "train_seconds": 40.0, "trained_parameters": 331776, "peak_bytes": 2**30})  # fmt: skip
+    run.write_json(folder / "plan.json", {"peak_bytes": 3 * 2**29, "budget_bytes": 2**31, "terms": {"logits": 2**20}})
+    check = {"top1": 99.0, "tokens": 60, "mean_kl": 0.001}
+    run.write_json(folder / "export.json", {"path": "model.gguf", "check": check})
+    run.write_json(run.evaluation, RESULT)
+    run.write_json(folder / "eval-keep.json", RESULT | {"suite": "keep", "leaks": []})
+    run.write_json(
+        folder / "eval-harness.json", {"tasks": ["own"], "base": {"own": {"acc": 0.25}}, "tuned": {"own": {"acc": 0.5}}}
+    )
+    shutil.copy(model, run.model)
+    tensors = GGUF.open(model).tensors
+    with run.model.open("r+b") as file:
+        for name in ("attn_q", "attn_v"):
+            file.seek(tensors[f"blk.3.{name}.weight"].offset + 10)  # inside the first Q4_1 block's 16 bytes of values
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 0x0F]))
+    return run
+
+
+class Reader(html.parser.HTMLParser):
+    """Checks that tags are closed in order, and collects what the page refers to."""
+
+    VOID = ("meta", "link", "br", "input", "img", "hr")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.titles: list[str] = []
+        self.references: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-2:] == ["svg", "title"]:
+            self.titles.append(data)
+
+
+def read(path: Path) -> Reader:
+    reader = Reader()
+    reader.feed(path.read_text())
+    assert not reader.open
+    return reader
+
+
+def test_report_is_one_file_with_every_figure(run: Run) -> None:
+    path = write_report(run)
+    page = read(path)
+    assert path.stat().st_size < 1_000_000
+    assert page.references == ["data:,"]  # nothing is fetched
+    assert not page.tags & {"script", "iframe", "img", "object", "embed"}
+    assert "url(" not in path.read_text()
+    assert "@import" not in path.read_text()
+    assert set(FIGURES) <= set(page.ids)
+    assert set(FIGURES.values()) <= set(page.titles)
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_report_tells_the_story(run: Run) -> None:
+    text = write_report(run).read_text()
+    assert "The tuned model is better" in text
+    assert "F1 2.0 % → 80.0 %" in text
+    assert "<strong>+55.0</strong> and <strong>+93.0</strong>" in text
+    assert "1 of 12 held-out rows are in the training set, too" in text
+    assert "&lt;often&gt;" in text
+    assert "<often>" not in text
+    assert "<b>often</b>" not in text  # a model's output is never markup
+    assert "<ins>every</ins>" in text.replace("<ins>every 17 days</ins>", "<ins>every</ins>")
+    assert "Worse?" in text
+    assert "ollama create my-run" in text
+    assert "block 3, q: moved by" in text
+    assert "block 4, q" not in text
+    assert "lm-evaluation-harness" in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_steps_that_were_done_again_count_once(run: Run) -> None:
+    story = tell(run)
+    assert [step for step, _ in story.train_loss] == list(range(1, 41))
+    assert dict(story.stages) == {"prepare": 1.5, "trunk": 7.0, "train": 40.0, "export": 6.0, "evaluate": 8.0}
+    assert story.memory[-1] == (40.0, 2**30)
+
+
+def test_map_shows_what_is_in_the_files(run: Run, model: Path) -> None:
+    found = compare_files(GGUF.open(model), GGUF.open(run.model))
+    assert set(found.moved) == {(3, "q"), (3, "v")}
+    assert all(value is not None and 0 < value < 0.1 for value in found.moved.values())
+    assert compare_files(GGUF.open(model), GGUF.open(model)).moved == {}
+
+
+def test_a_run_that_is_not_finished_has_a_report(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "recipe.yaml").write_text(config.dump(config.load_recipe("lora")))
+    run = Run.open(tmp_path / "new")
+    page = write_report(run, out=tmp_path / "deep" / "r.html")
+    assert "This run is not finished" in page.read_text()
+    read(page)
+    assert "not finished" in summary(run)["state"]
+    run.write_json(run.done, {"seconds": 3.0})
+    assert "Trained, and not yet measured" in write_report(run).read_text()
+    write_card(run)
+
+
+def test_runs_side_by_side(run: Run, tmp_path: Path) -> None:
+    path = write_report(run, [run, run], tmp_path / "c.html")
+    page = read(path)
+    assert {"compare", "compare-loss", "compare-memory"} <= set(page.ids)
+    assert path.read_text().count("7.0000 → <strong>0.2000</strong>") == 3
+
+
+def test_card_is_short_markdown(run: Run) -> None:
+    text = write_card(run).read_text()
+    assert text.startswith("# My run\n")
+    assert "| F1 | 2.0 % | 80.0 % | +78.0 (+55.0 to +93.0) |" in text
+    assert "**Better: F1 rose by 78.0 points (95 % interval +55.0 to +93.0, 12 rows).**" in text
+    assert len(text.splitlines()) < 60
+
+
+def test_commands(run: Run, edgeft: Edgeft, tmp_path: Path) -> None:
+    made = edgeft("report", run.path, "-o", tmp_path / "r.html", "--json")
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout) == {"path": str(tmp_path / "r.html"), "bytes": (tmp_path / "r.html").stat().st_size}
+    (row,) = json.loads(edgeft("runs", run.path.parent, "--json").stdout)
+    assert row["score"] == {"metric": "f1", "base": 2.0, "tuned": 80.0}
+    assert (row["train_rows"], row["recipe"], row["peak_bytes"], row["seconds"]) == (512, "sparse-bp", 2**30, 48.0)
+    assert "My run" in edgeft("runs", run.path.parent).stdout
+    refused = edgeft("report", tmp_path)
+    assert refused.returncode == 6
+    assert "no run folder" in refused.stderr
+
+
+def test_words() -> None:
+    assert words.figure("loss", 1.23456) == "1.2346"
+    assert words.figure("f1", None) == "–"
+    assert words.duration(59.96) == "60.0 s"
+    assert words.duration(3725) == "1 h 2 min"
+    assert words.size(1536) == "1.5 KiB"
+    assert words.count(23_890_000) == "23.9 M"
+    unclear = RESULT | {
+        "verdict": {"metric": "loss", "result": "unclear"},
+        "difference": {"loss": {"value": -0.1, "low": -0.3, "high": 0.1, "level": 0.95}},
+    }
+    assert words.verdict(unclear).startswith("No clear difference: loss changed by -0.100 nats a token")
+
+
+def test_difference_is_marked_by_words() -> None:
+    assert difference_marked("a b c", "a x c") == ("a <del>b</del> c", "a <ins>x</ins> c")
+    assert difference_marked("<i>", "") == ("<del>&lt;i&gt;</del>", "")
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.2, 7.3), (-3, 84), (5, 5), (0, 2e9), (-0.004, 0.001)])
+def test_ticks_hold_all_values(low: float, high: float) -> None:
+    found = svg.ticks(low, high)
+    assert found[0] <= low
+    assert found[-1] >= high - 1e-12
+    assert len(found) <= 8
+    assert found == sorted(set(found))
+
+
+def test_plots_of_little_or_nothing() -> None:
+    assert svg.line_chart("t", [svg.Line("a", [], "tuned")], "x", "y") == ""
+    assert svg.bars("t", []) == svg.intervals("t", []) == ""
+    one = svg.line_chart("t", [svg.Line("a", [(1, 2.0)], "tuned", dots=True)], "x", "y", log=True)
+    assert "nan" not in one
+    assert "inf" not in one
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_report_in_a_browser(run: Run, tmp_path: Path, width: int) -> None:
+    """Every figure is drawn, nothing is logged, and nothing is wider than the window."""
+    assert CHROMIUM
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000"]
+    as_made = write_report(run, out=tmp_path / "r.html")
+
+    def opened(path: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([CHROMIUM or "", *flags, "--dump-dom", f"file://{path}"], capture_output=True, text=True)
+
+    shown = opened(as_made)
+    assert ":CONSOLE" not in shown.stderr, shown.stderr
+    assert all(f"<title>{title}</title>" in shown.stdout for title in FIGURES.values())
+    # Measured from a page around it (a window cannot be made as narrow as a phone): the report itself has no script.
+    inside = json.dumps(re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", as_made.read_text()))
+    (tmp_path / "around.html").write_text(
+        f"""<title></title><iframe id="f" style="width: {width}px; height: 900px; border: 0"></iframe><script>
+        f.onload = () => {{ const d = f.contentDocument, svgs = [...d.querySelectorAll('svg')]
+            document.title = JSON.stringify({{ wide: d.documentElement.scrollWidth, drawn: svgs.length,
+                empty: svgs.filter(s => s.getBoundingClientRect().height < 8).length }}) }}
+        f.srcdoc = {inside.replace("</", "<" + chr(92) + "/")}</script>"""
+    )
+    title = re.search(r"<title>(.*?)</title>", opened(tmp_path / "around.html").stdout)
+    assert title
+    found = json.loads(title[1])
+    assert found["wide"] <= width
+    assert found["empty"] == 0
+    assert found["drawn"] >= len(FIGURES)
