@@ -100,6 +100,11 @@ def test_a_second_run_takes_what_the_first_made(tmp_path: Path, stack: Stack, sh
     assert torch.equal(hidden(first), hidden(second))
     _, batch = FOREST.batch(list(range(12)))
     assert torch.allclose(hidden(first), stack.trunk(batch, CUT), rtol=1e-2, atol=1e-2)
+    assert first is not None
+    assert second is not None
+    assert first.recall("base_loss", "3 rows", lambda: 1.5) == 1.5
+    assert second.recall("base_loss", "3 rows", lambda: 2.5) == 1.5  # what the first computed
+    assert second.recall("base_loss", "4 rows", lambda: 2.5) == 2.5
     assert len(files(shared)) == 1
     assert not (tmp_path / "a" / "trunk").exists()
     for path in (shared, files(shared)[0].parent):

@@ -1,0 +1,89 @@
+"""Work that is counted on paper is the work that is done; buffers are used again, and never twice at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from edgeft.config import UpdateConfig
+from edgeft.data.tree import Forest
+from edgeft.model import kernels
+from edgeft.model.pool import Pool
+from edgeft.model.stack import load
+from edgeft.plan import shape_of_config
+from edgeft.sparse import scheme as schemes
+from edgeft.train.trunk import Trunk
+from edgeft.work import step_flops
+from tests.test_tree import ROWS
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        UpdateConfig(blocks=[22, 25], tensors=["q", "k", "v", "o", "up", "down"]),
+        UpdateConfig(blocks=[27, 29], tensors=["q", "v"]),
+    ],
+)
+def test_products_are_those_counted(model: Path, update: UpdateConfig) -> None:
+    stack = load(model, lean=True)
+    scheme = schemes.make(update, stack.depth, "llama")
+    schemes.apply(stack, scheme, 0)
+    assert stack.use_kernels(kernels.load())
+    _, batch = Forest(ROWS).batch(list(range(len(ROWS))))
+    hidden = stack.trunk(batch, scheme.cut)
+    # torch's own table leaves it out
+    in_place = {torch.ops.aten.addmm_: lambda to, a, b, *more, out_shape=None, **rest: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets).backward()  # type: ignore[no-untyped-call]
+    asked = len(torch.unique(batch.at))
+    # without pairs: attention is one kernel, which the counter does not see into
+    want = step_flops(shape_of_config(stack.config), scheme, len(batch.tokens), 0, asked, 0, len(batch.targets))
+    assert counter.get_total_flops() == pytest.approx(want, rel=1e-9)
+
+
+def test_a_buffer_is_free_when_nobody_uses_it() -> None:
+    pool = Pool()
+    pool.resize(8)
+    first, second = pool.take(8, 3), pool.take(5, 3)
+    assert first.data_ptr() != second.data_ptr()
+    place = first.data_ptr()
+    view = first[2:]
+    del first
+    assert pool.take(4, 3).data_ptr() != place  # a view still uses it
+    del view
+    again = pool.take(2, 3)
+    assert again.data_ptr() == place
+    assert again.shape == (2, 3)
+    assert again.is_contiguous()
+    large, wide = pool.take(9, 3), pool.take(8, 4)
+    assert large.shape == (9, 3)  # more than a buffer holds: from torch itself
+    assert len({large.data_ptr(), wide.data_ptr(), again.data_ptr(), second.data_ptr()}) == 4
+
+
+def test_what_autograd_keeps_is_in_use() -> None:
+    pool = Pool()
+    pool.resize(4)
+    leaf = torch.randn(4, 3, requires_grad=True)
+    kept = pool.take(4, 3)
+    kept.fill_(2.0)
+    product = leaf * kept  # the backward pass needs `kept`
+    del kept
+    pool.take(4, 3).fill_(-1.0)
+    product.sum().backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    assert leaf.grad.eq(2.0).all()
+
+
+def test_without_a_cache_nothing_is_recalled(model: Path) -> None:
+    calls: list[int] = []
+
+    def compute() -> float:
+        calls.append(1)
+        return 1.5
+
+    trunk = Trunk(load(model, lean=True), 0, None)
+    assert trunk.recall("base_loss", "3 rows", compute) == trunk.recall("base_loss", "3 rows", compute) == 1.5
+    assert len(calls) == 2
