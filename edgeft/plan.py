@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from edgeft.config import TENSORS, HowConfig, Recipe
 from edgeft.errors import ConfigError, DoesNotFitError
-from edgeft.model import compiled, is_gguf
+from edgeft.model import LOGITS_BYTES, compiled, is_gguf
 from edgeft.model.gguf import GGUF
-from edgeft.model.header import header_values
+from edgeft.model.header import header_values, plain_rotation
 
 if TYPE_CHECKING:
     from edgeft.sparse.scheme import Scheme
 
 LIBRARIES_BYTES = 480 << 20  # Python, torch, transformers and the trainer's own tables, measured after loading
-LOGITS_BYTES = 64 << 20  # see model/packed.py: the largest piece of logits
+LEAN_BYTES = 300 << 20  # the same without transformers
 MIB = 2**20
 
 
@@ -37,6 +37,7 @@ class Shape:
     head: int  # values of one head
     gate: str  # the activation between gate and up
     file_bytes: int  # packed weights as they sit in memory, or are mapped
+    lean: bool = False  # the kernels run it without transformers
 
     def linear(self, tensor: str) -> tuple[int, int]:
         """(outputs, inputs)."""
@@ -80,13 +81,13 @@ def shape_of(source: str, frozen: str) -> Shape:
     if is_gguf(source):
         gguf = GGUF.open(source)
         config: Any = SimpleNamespace(**header_values(gguf))
-        size = sum(t.nbytes for t in gguf.tensors.values())
+        size, lean = sum(t.nbytes for t in gguf.tensors.values()), plain_rotation(header_values(gguf))
     else:
         from edgeft.model.hf import read_config, resolve
 
         config = read_config(resolve(source))
-        size = 0
-    shape = shape_of_config(config, size)
+        size, lean = 0, False
+    shape = dataclasses.replace(shape_of_config(config, size), lean=lean)
     bytes_each = {"dense": 4.0, "int8": 1.01}.get(frozen, 0.57 if not is_gguf(source) else 0.0)
     if bytes_each:  # unpacked, or packed anew: not the file's own bytes
         tables = shape.vocabulary * shape.width * (2 if not is_gguf(source) else 1)
@@ -112,7 +113,9 @@ def estimate(shape: Shape, scheme: Scheme, how: HowConfig, longest: int) -> dict
     top = shape.depth - scheme.cut
     trained = trained_parameters(shape, scheme)
     w, f = shape.width, shape.ffn
-    if how.compile == "on" or (how.compile == "auto" and compiled.is_built()):
+    kernels = how.compile == "on" or (how.compile == "auto" and compiled.is_built())
+    plain = scheme.method != "lora"  # adapters are called as PEFT wrote them, and keep what plain torch keeps
+    if kernels and plain:
         # float32 values kept per token and block: the stream before each norm and their outputs, q k v, the attention's
         # output, gate and up
         kept = 4 * w + shape.query * 2 + shape.key * 2 + 2 * f
@@ -124,13 +127,13 @@ def estimate(shape: Shape, scheme: Scheme, how: HowConfig, longest: int) -> dict
         kept += len(scheme.tensors) * (scheme.rank + w // 2)
     activations = tokens * 4 * (top * w + 2 * kept if how.recompute else (top + 1) * kept)
     return {
-        "libraries": LIBRARIES_BYTES,
+        "libraries": LEAN_BYTES if kernels and plain and shape.lean else LIBRARIES_BYTES,
         "packed weights": shape.file_bytes,
         "trained weights": 4 * trained,
         "gradients": 4 * trained,
         "optimiser state": 8 * trained,
         "saved activations": activations,
-        "logits": 2 * min(LOGITS_BYTES, tokens * 4 * shape.vocabulary),
+        "logits": min(LOGITS_BYTES, tokens * 4 * shape.vocabulary),
         "unpack scratch": 4 * max(shape.ffn * shape.width, min(8192, shape.vocabulary) * shape.width),
     }
 

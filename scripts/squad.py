@@ -4,7 +4,8 @@
     scripts/squad.py DIR [--rows 1000] [--epochs 2] [--recipes sparse-bp lora full] [--out FILE.json]
 
 DIR holds train.jsonl and dev.jsonl with {context, question, answers}. Every recipe trains in a process of its own on
-the same rows; base and tuned files are scored by llama.cpp on the same dev rows.
+the same rows; base and tuned files are scored by llama.cpp on the same dev rows. With --out, what an earlier call with
+the same settings found for other recipes is kept: one recipe can be run again alone.
 """
 
 from __future__ import annotations
@@ -67,8 +68,14 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="further knobs, for all recipes")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     args = parser.parse_args()
-    base: dict[str, Any] | None = None
-    results = []
+    settings = {k: str(v) for k, v in vars(args).items() if k not in ("recipes", "out")}
+    before: dict[str, Any] = {"settings": settings, "rows": []}
+    if args.out and args.out.is_file():
+        before = json.loads(args.out.read_text())
+    if before["settings"] != settings:
+        sys.exit(f"{args.out} was made with other settings: name another file")
+    base: dict[str, Any] | None = before["rows"][0]["base"] if before["rows"] else None
+    results = [row for row in before["rows"] if row["recipe"] not in args.recipes]
     with tempfile.TemporaryDirectory() as place:
         for recipe in args.recipes:
             print(f"{recipe} …", file=sys.stderr, flush=True)
@@ -83,8 +90,8 @@ def main() -> None:
             tuned = compare.score_file(str(run.model), rows, limit, quiet, recipe).figures()
             results.append({"recipe": recipe, "rows": len(rows), "base": base, "tuned": tuned, **done})
             if args.out:
-                args.out.write_text(json.dumps(results, indent=1))
-    print(f"\n{args.rows} rows, {args.epochs:g} epochs, {len(rows)} dev rows\n")
+                args.out.write_text(json.dumps({"settings": settings, "rows": results}, indent=1))
+    print(f"\n{args.rows} rows, {args.epochs:g} epochs, {results[0]['rows']} dev rows\n")
     print("| recipe | trained | seconds | peak | loss | exact match | F1 |")
     print("|---|---|---|---|---|---|---|")
     assert base is not None

@@ -69,6 +69,11 @@ def _rope(gguf: GGUF, head_dim: int) -> dict[str, Any]:
     return rope
 
 
+def plain_rotation(values: dict[str, Any]) -> bool:
+    """Rotations that edgeft computes itself; others are left to transformers."""
+    return values["rope_parameters"]["rope_type"] in ("default", "linear")
+
+
 def header_values(gguf: GGUF) -> dict[str, Any]:
     """The keywords of a transformers configuration."""
     check_architecture(gguf)

@@ -11,11 +11,6 @@ import torch
 from torch import nn
 
 
-def able(config: dict[str, Any]) -> bool:
-    """Rotations that are computed here; others are left to transformers."""
-    return config["rope_parameters"]["rope_type"] in ("default", "linear")
-
-
 class Norm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from edgeft.model import ggml
+from edgeft.model import LOGITS_BYTES, ggml
 
-LOGITS_BYTES = 64 << 20  # the largest piece of logits that exists at a time
 HEAD_ROWS = 8192  # vocabulary rows unpacked at a time
 
 

@@ -22,7 +22,7 @@ from edgeft.model import lean as lean_model
 from edgeft.model.attention import Tree
 from edgeft.model.block import Pending, Runner, SplitRunner, able, add_norm
 from edgeft.model.gguf import GGUF
-from edgeft.model.header import LINEARS, NORMS, check_frozen, header_values
+from edgeft.model.header import LINEARS, NORMS, check_frozen, header_values, plain_rotation
 from edgeft.model.kernels import Kernels
 from edgeft.model.packed import Packed, PackedEmbedding, PackedHead, PackedLinear
 
@@ -262,7 +262,7 @@ def _load_gguf(path: Path, frozen: str, lean: bool) -> Stack:
     gguf = GGUF.open(path)
     config: Any
     model: Any
-    if lean and lean_model.able(header_values(gguf)):
+    if lean and plain_rotation(header_values(gguf)):
         config = SimpleNamespace(**header_values(gguf))
         with torch.device("meta"):
             model = lean_model.Model(config, gguf.arch)

@@ -7,7 +7,6 @@ ends with the same bits as one that never stopped.
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from edgeft.model.stack import Batch, Stack
 from edgeft.plan import shape_of_config
 from edgeft.run import Run
 from edgeft.sparse.scheme import Scheme
+from edgeft.stage import peak_bytes
 from edgeft.train import checkpoint, trunk
 from edgeft.train.optimizer import Optimizer
 from edgeft.train.progress import Progress
@@ -334,18 +334,3 @@ def load_trained(parameters: dict[str, nn.Parameter], run: Run) -> dict[str, Any
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
     return state
-
-
-def peak_bytes() -> int:
-    """Highest resident memory of this process so far."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("VmHWM"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    import resource
-
-    scale = 1 if os.uname().sysname == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

@@ -57,7 +57,8 @@ class Codec:
         return hidden.contiguous().numpy().view(np.uint8)
 
     def decode(self, rows: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(rows.view(np.float32))
+        # a copy in torch's own memory: products round by how their operands are aligned, and numpy's are anyhow
+        return torch.from_numpy(rows.view(np.float32)).clone()
 
     def tail(self) -> bytes:
         return b""
