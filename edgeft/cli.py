@@ -191,7 +191,6 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """The tuned model beside the base model on the same held-out rows, with the difference and how sure it is."""
-
     from edgeft.evaluate import compare
 
     if lm_eval and (suite or data):

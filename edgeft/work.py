@@ -14,11 +14,6 @@ if TYPE_CHECKING:
 ATTENTION_BACK = 2.5  # products of its backward pass over those of the forward pass: five against two
 
 
-def trunk_flops(shape: Shape, cut: int, tokens: int, pairs: int) -> float:
-    """Blocks [0, cut) forward. pairs: (query, key) pairs in which a token sees another, or itself."""
-    return cut * (2.0 * shape.block_parameters * tokens + 4.0 * shape.query * pairs)
-
-
 def step_flops(
     shape: Shape, scheme: Scheme, tokens: int, pairs: int, asked: int, asked_pairs: int, targets: int, back: bool = True
 ) -> float:

@@ -219,6 +219,9 @@ def test_the_wheel_works_outside_the_repository(tmp_path: Path) -> None:
     subprocess.run(
         [*pip, "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site"), str(wheel)], check=True
     )
+    site = tmp_path / "site" / "edgeft"
+    for file in ("model/kernels.cpp", "report/style.css", "_shipped/eval/keep/text.jsonl", "demo/train.jsonl"):
+        assert (site / file).is_file(), file
     code = (
         "import json, edgeft; from edgeft import config; "
         "from edgeft.data import rows; from edgeft.evaluate import score; "

@@ -31,6 +31,7 @@ from edgeft.evaluate.score import (
     take,
     telling,
     to_json,
+    verdict,
 )
 from edgeft.evaluate.suite import Suite, read_items
 from edgeft.model import demo_model
@@ -416,6 +417,15 @@ def test_rows_that_changed_are_listed_worst_first() -> None:
     assert compare(made(*["right"] * 30), made(*["no"] * 30))["verdict"]["result"] == "worse"
     mixed = compare(made(*["no", "right"] * 15), made(*["right", "no"] * 15))
     assert mixed["verdict"]["result"] == "unclear"
+
+
+def test_a_guard_tells_whatever_got_worse() -> None:
+    still = {"value": 1.0, "low": -3.0, "high": 5.0}
+    risen, fallen = {"value": 0.6, "low": 0.5, "high": 0.7}, {"value": -0.6, "low": -0.7, "high": -0.5}
+    assert verdict({"accuracy": still, "loss": risen}, guard=True) == {"metric": "loss", "result": "worse"}
+    assert verdict({"accuracy": still, "loss": fallen}, guard=True) == {"metric": "accuracy", "result": "unclear"}
+    assert verdict({"accuracy": still, "loss": risen}) == {"metric": "accuracy", "result": "unclear"}
+    assert verdict({}, guard=True) is None
 
 
 def test_scores_come_back_from_disk() -> None:

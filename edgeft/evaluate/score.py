@@ -166,11 +166,11 @@ def compare(base: Scores | None, tuned: Scores, examples: int = 4, suite: Suite 
         "tuned": tuned.figures(suite.metrics),
     }
     if base:
-        result |= difference(base, tuned, suite.metrics)
+        result |= difference(base, tuned, suite.metrics, guard=suite.score == "mixed")
     return result | {"examples": telling(base, tuned, examples)}
 
 
-def difference(base: Scores, tuned: Scores, names: Sequence[str]) -> dict[str, Any]:
+def difference(base: Scores, tuned: Scores, names: Sequence[str], guard: bool = False) -> dict[str, Any]:
     """Tuned minus base with its interval, the verdict, and the rows that changed, worst first."""
     found: dict[str, Any] = {}
     pairs = list(zip(base.records, tuned.records, strict=True))
@@ -193,15 +193,19 @@ def difference(base: Scores, tuned: Scores, names: Sequence[str]) -> dict[str, A
     worse, better = [c for c in changes if c["gain"] < 0], [c for c in changes if c["gain"] > 0]
     return {
         "difference": found,
-        "verdict": verdict(found),
+        "verdict": verdict(found, guard),
         "changed": {"better": len(better), "worse": len(worse), "same": len(pairs) - len(changes)},
         "worse": worse[:LISTED],
         "better": better[::-1][:LISTED][::-1],  # the largest gains, in the same order: worst first
     }
 
 
-def verdict(differences: dict[str, Any]) -> dict[str, Any] | None:
-    """By the first of these metrics that was measured; clear only if the interval leaves out zero."""
+def verdict(differences: dict[str, Any], guard: bool = False) -> dict[str, Any] | None:
+    """By the first of these metrics that was measured; clear only if the interval leaves out zero.
+
+    guard: by the first that clearly got worse, if there is one. Choices may stand while the text is forgotten.
+    """
+    told = []
     for name in ("f1", "accuracy", "exact_match", "contains", "loss"):
         found = differences.get(name)
         if found is None:
@@ -210,8 +214,9 @@ def verdict(differences: dict[str, Any]) -> dict[str, Any] | None:
         low, high = found["low"], found["high"]
         clear = low is not None and high is not None and (low > 0 or high < 0)
         better = found["value"] * sign > 0
-        return {"metric": name, "result": ("better" if better else "worse") if clear else "unclear"}
-    return None
+        told.append({"metric": name, "result": ("better" if better else "worse") if clear else "unclear"})
+    worse = [one for one in told if guard and one["result"] == "worse"]
+    return next(iter(worse + told), None)
 
 
 def _finite(value: float) -> float | None:

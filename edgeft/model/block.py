@@ -355,9 +355,3 @@ class SplitRunner(Runner):
 
     def _in_order(self, kept: Tensor, others: Tensor) -> Tensor:
         return torch.cat([kept, others.detach()])[self.order]
-
-
-def able(config: Any, kernels: Kernels) -> bool:
-    """Can the kernels run this model? Heads are whole vectors, the gate is SiLU."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return width % kernels.lanes == 0 and getattr(config, "hidden_act", "silu") == "silu"

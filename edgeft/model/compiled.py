@@ -48,7 +48,7 @@ def library_file() -> Path:
 
 
 def is_built() -> bool:
-    return library_file().is_file()
+    return cache.folder() is not None and library_file().is_file()
 
 
 def build() -> Path:

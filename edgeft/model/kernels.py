@@ -89,6 +89,10 @@ class Kernels:
         self.library: Any = ctypes.CDLL(str(file))
         self.lanes: int = self.library.vector_lanes()
 
+    def able(self, head_width: int, gate: str) -> bool:
+        """Can they run such a model? Heads are whole vectors, the gate is SiLU."""
+        return head_width % self.lanes == 0 and gate == "silu"
+
     def attend(self, plan: Plan, heads: _Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         out, lse = pool.like(q), torch.empty(len(q), heads.heads)
         self.library.attend(

@@ -1,7 +1,7 @@
 """Memory for activations that is used again: buffers of one size for each width, however many tokens a pass has.
 
-Left to malloc, tensors of ever other sizes leave holes (a fifth of the peak), or fresh pages for each (a quarter of the
-time): `scripts/ablate.py` shows both. A buffer is free when no tensor uses its storage any more.
+Left to malloc, tensors of ever other sizes leave holes between them, or each is given fresh pages, which takes time.
+A buffer is free when no tensor uses its storage any more.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from edgeft.errors import ModelError
 from edgeft.model import attention, is_gguf
 from edgeft.model import lean as lean_model
 from edgeft.model.attention import Tree
-from edgeft.model.block import Pending, Runner, SplitRunner, able, add_norm
+from edgeft.model.block import Pending, Runner, SplitRunner, add_norm
 from edgeft.model.gguf import GGUF
 from edgeft.model.header import LINEARS, NORMS, check_frozen, header_values, plain_rotation
 from edgeft.model.kernels import Kernels
@@ -98,11 +98,6 @@ class Stack:
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.model.norm(hidden)  # type: ignore[operator]
         return normed
-
-    def use_kernels(self, kernels: Kernels) -> bool:
-        """Runs trees through the kernels from now on, if they can run this model."""
-        self.kernels = kernels if able(self.config, kernels) else None
-        return self.kernels is not None
 
     def _running(self, positions: torch.Tensor, tree: Tree) -> tuple[Any, ...]:
         """What a Runner over these tokens is made of."""

@@ -46,8 +46,8 @@ def card(story: Story) -> str:
     lines += ["| made with | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts if value != "–"), ""]
     lines += ["## Run it", "", *(f"    {line}" for _, text in commands(story) for line in text.splitlines()), ""]
     lines += [
-        "It was tuned for what its training rows are about. Beyond them it is the base model, with its limits and "
-        "its licence.",
+        "It was tuned for what its training rows are about. On anything else it may do worse than its base model "
+        "(`--suite keep` measures that); limits and licence are the base model's.",
         "",
     ]
     return "\n".join(lines)

@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from edgeft import cache
 from edgeft.errors import ConfigError, EdgeftError
 from edgeft.model import compiled, kernels
 from edgeft.model.kernels import Kernels
@@ -24,13 +25,22 @@ def choose(run: Run, head_width: int, gate: str, flops: float, progress: Progres
     """The kernels, or None for plain torch. flops: work that is planned."""
     note = run.path / "engine.json"
     before = run.read_json(note)
-    found = kernels.load() if (before["kernels"] if before else _wanted(run, flops, progress)) else None
-    if found is not None and not (head_width % found.lanes == 0 and gate == "silu"):
+    found = _load(progress) if (before["kernels"] if before else _wanted(run, flops, progress)) else None
+    if found is not None and not found.able(head_width, gate):
         if run.recipe.how.compile == "on" or run.recipe.train.token_share < 1:
             raise EdgeftError("edgeft's kernels cannot run this model's heads", "--set how.compile=off")
         progress.line(f"edgeft's kernels cannot run this model's heads: {SLOWER}")
         found = None
     run.write_json(note, {"kernels": found is not None})
+    return found
+
+
+def _load(progress: Progress) -> Kernels:
+    if compiled.is_built():
+        return kernels.load()
+    begin = time.monotonic()
+    found = kernels.load()
+    progress.line(f"compiled edgeft's kernels for this processor, once, in {time.monotonic() - begin:.1f} s")
     return found
 
 
@@ -47,8 +57,9 @@ def _wanted(run: Run, flops: float, progress: Progress) -> bool:
         return recipe.how.compile == "on"
     if compiled.is_built():
         return True
-    if compiled.compiler() is None:
-        progress.line(f"no C++ compiler here: {SLOWER}")
+    if compiled.compiler() is None or cache.folder() is None:
+        what = "C++ compiler" if compiled.compiler() is None else "home folder to keep compiled kernels in"
+        progress.line(f"no {what} here: {SLOWER}")
         return False
     return SAVED_SHARE * flops / trial_flops_per_s() > COMPILE_S
 
