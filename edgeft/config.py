@@ -107,6 +107,11 @@ class HowConfig:
     micro_batch_tokens: int = knob(1024, "tokens per forward and backward pass", low=16)
     recompute: bool = knob(False, "gradient checkpointing: keep block inputs only, recompute the rest")
     threads: int = knob(0, "compute threads; 0 = all cores", low=0)
+    products: str = knob(
+        "auto",
+        "operands of the kernels' matrix products; auto: bf16 where a short trial finds them much faster, else fp32",
+        choices=("auto", "fp32", "bf16"),
+    )
     trunk: str = knob(
         "cache", "blocks below the cut: run once and cache their output, or run every time", choices=("cache", "rerun")
     )

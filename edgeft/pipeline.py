@@ -26,10 +26,10 @@ from edgeft.run import model_source as model_source
 from edgeft.train.progress import Progress
 
 if TYPE_CHECKING:
-    from edgeft.model.kernels import Kernels
     from edgeft.model.stack import Stack
     from edgeft.plan import Shape
     from edgeft.sparse.scheme import Scheme
+    from edgeft.train.engine import Engine
 
 VERIFY_ROWS = 12  # held-out rows on which an exported file must agree with the trainer
 
@@ -107,15 +107,18 @@ def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]
 # ---------------------------------------------------------------- train
 
 
-def build(recipe: Recipe, kernels: Kernels | None = None) -> tuple[Stack, Scheme, dict[str, Any]]:
+def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The model with the recipe's scheme in it, untrained: (stack, scheme, trained parameters by name)."""
     from edgeft.model.stack import load
     from edgeft.sparse import scheme
 
     use_threads(recipe.how.threads)
+    kernels = engine.kernels if engine else None
     lean = kernels is not None and recipe.update.method != "lora"  # PEFT needs transformers anyway
     stack = load(model_source(recipe.model.path), recipe.model.frozen, lean)
-    stack.kernels = kernels
+    if engine:
+        stack.kernels = stack.head.kernels = kernels
+        stack.half = engine.half
     chosen = scheme.make(recipe.update, stack.depth, stack.arch)
     return stack, chosen, scheme.apply(stack, chosen, recipe.train.seed)
 
@@ -129,7 +132,7 @@ def make_plan(run: Run, shape: Shape, scheme: Scheme, longest: int, budget_bytes
     progress.line(plan.describe(found))
 
 
-def choose_engine(run: Run, shape: Shape, scheme: Scheme, rows: list[Encoded], progress: Progress) -> Kernels | None:
+def choose_engine(run: Run, shape: Shape, scheme: Scheme, rows: list[Encoded], progress: Progress) -> Engine:
     from edgeft.train import engine
     from edgeft.train.loop import Schedule
     from edgeft.work import step_flops
@@ -155,9 +158,12 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     source = model_source(run.recipe.model.path)
     shape = plan.shape_of(source, run.recipe.model.frozen)
     planned = schemes.make(run.recipe.update, shape.depth, GGUF.open(source).arch if is_gguf(source) else "llama")
+    engine = choose_engine(run, shape, planned, rows, progress)
+    run.recipe.how.compile = "on" if engine.kernels else "off"  # what `auto` came to: the plan depends on it
+    run.recipe.how.products = "bf16" if engine.half else "fp32"
     if budget_bytes:
         make_plan(run, shape, planned, max(len(r.ids) for r in rows + heldout), budget_bytes, progress)
-    stack, scheme, parameters = build(run.recipe, choose_engine(run, shape, planned, rows, progress))
+    stack, scheme, parameters = build(run.recipe, engine)
     trained = sum(p.numel() for p in parameters.values())
     progress.line(
         f"scheme: {run.recipe.update.method}, blocks {scheme.blocks[0]} to {scheme.blocks[-1]} of {stack.depth} "

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from edgeft.sparse.scheme import Scheme
 
 LIBRARIES_BYTES = 480 << 20  # Python, torch, transformers and the trainer's own tables, measured after loading
+HALF_BYTES = 130 << 20  # code that the library makes for bf16 products, see block.padded
 LEAN_BYTES = 300 << 20  # the same without transformers
 MIB = 2**20
 
@@ -119,6 +120,9 @@ def estimate(shape: Shape, scheme: Scheme, how: HowConfig, longest: int) -> dict
         # float32 values kept per token and block: the stream before each norm and their outputs, q k v, the attention's
         # output, gate and up
         kept = 4 * w + shape.query * 2 + shape.key * 2 + 2 * f
+        # where products are of bf16, what they read is kept as they read it: two bytes less for each of these values
+        if how.products == "bf16":
+            kept = 3 * w + shape.query * 5 // 2 + shape.key * 2 + f
     else:
         # plain torch: q k v and the attention's output twice (before and after the heads are put together), gate, its
         # activation, up, and what down reads
@@ -127,7 +131,8 @@ def estimate(shape: Shape, scheme: Scheme, how: HowConfig, longest: int) -> dict
         kept += len(scheme.tensors) * (scheme.rank + w // 2)
     activations = tokens * 4 * (top * w + 2 * kept if how.recompute else (top + 1) * kept)
     return {
-        "libraries": LEAN_BYTES if kernels and plain and shape.lean else LIBRARIES_BYTES,
+        "libraries": (LEAN_BYTES if kernels and plain and shape.lean else LIBRARIES_BYTES)
+        + (HALF_BYTES if kernels and how.products == "bf16" else 0),
         "packed weights": shape.file_bytes,
         "trained weights": 4 * trained,
         "gradients": 4 * trained,

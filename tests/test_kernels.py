@@ -10,9 +10,9 @@ import torch
 
 from edgeft.config import HowConfig, Recipe, TrainConfig, UpdateConfig
 from edgeft.errors import ConfigError, EdgeftError
-from edgeft.model import compiled, kernels
+from edgeft.model import compiled, ggml, kernels
 from edgeft.model.attention import Tree
-from edgeft.model.block import add_norm, feed_forward
+from edgeft.model.block import Way, add_norm, feed_forward, padded
 from edgeft.model.kernels import Plan, heads
 from edgeft.model.stack import Batch, Stack, load
 from edgeft.run import Run
@@ -123,8 +123,8 @@ def gradients(
     return float(loss.detach()), found
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_blocks_are_transformers(model: Path, way: str) -> None:
+def trained(model: Path, way: str) -> tuple[Stack, int, dict[str, torch.nn.Parameter]]:
+    """A stack with a scheme, its cut and what it trains."""
     torch.manual_seed(0)
     stack = load(model)
     scheme = schemes.make(WAYS[way], stack.depth, "llama")
@@ -132,11 +132,17 @@ def test_blocks_are_transformers(model: Path, way: str) -> None:
     for name, parameter in parameters.items():
         if "lora_B" in name or name.endswith("bias"):
             parameter.data.normal_(std=0.02)  # from zero, half of the gradients would be zero
-    loss, want = gradients(stack, scheme.cut, parameters)
+    return stack, scheme.cut, parameters
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_are_transformers(model: Path, way: str) -> None:
+    stack, cut, parameters = trained(model, way)
+    loss, want = gradients(stack, cut, parameters)
     stack.kernels = kernels.load()
     for recompute in (False, True):
         stack.recompute = recompute
-        found, got = gradients(stack, scheme.cut, parameters)
+        found, got = gradients(stack, cut, parameters)
         assert found == pytest.approx(loss, rel=1e-5)
         assert set(got) == set(want) == set(parameters)
         for name in want:
@@ -166,8 +172,45 @@ def test_nothing_below_the_cut_gets_a_gradient(model: Path) -> None:
     hidden = torch.randn(9, stack.width)
     normed = add_norm((hidden, None), stack.layers[28].input_layernorm, library)[1]
     assert not normed.requires_grad
-    assert feed_forward(normed, stack.layers[28].mlp, library).requires_grad
-    assert not feed_forward(normed, stack.layers[29].mlp, library).requires_grad
+    assert feed_forward(normed, stack.layers[28].mlp, Way(library)).requires_grad
+    assert not feed_forward(normed, stack.layers[29].mlp, Way(library)).requires_grad
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bf16_products_are_near(model: Path, way: str) -> None:
+    """Operands of 8 bits: every tensor's gradient within 5 % (1 % in the mean), whatever zeros follow."""
+    stack, cut, parameters = trained(model, way)
+    stack.kernels = kernels.load()
+    loss, want = gradients(stack, cut, parameters)
+    stack.half = True
+    found, got = gradients(stack, cut, parameters)
+    assert found == pytest.approx(loss, rel=2e-2)
+    assert found != loss
+    for name in want:
+        assert near(got[name], want[name]) < 0.05, name
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 200, 257, 1000, 1024, 5000])
+def test_padding_knows_few_sizes(rows: int) -> None:
+    assert rows <= padded(rows) <= max(32, rows * 1.25)
+    assert len({padded(n) for n in range(rows, 2 * rows)}) <= 9
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
+def test_unpacking_is_ggmls(name: str) -> None:
+    """Bit for bit, in float32; rounded once in bf16."""
+    kind = ggml.type_id(name)
+    values = np.random.default_rng(0).standard_normal((37, 320)).astype(np.float32) * 0.1
+    values[3, :32] *= 1e-6  # scales below half precision's smallest normal number
+    data = ggml.pack(values, kind).reshape(37, -1)
+    want = np.empty_like(values)
+    ggml.unpack(data, kind, want)
+    library = kernels.load()
+    assert library.unpacks(kind)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(37, 320, dtype=dtype)
+        library.unpack(data, kind, out)
+        assert torch.equal(out, torch.from_numpy(want).to(dtype))
 
 
 def test_token_share(model: Path) -> None:
@@ -263,7 +306,8 @@ def test_auto_compiles_only_what_pays(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     def choose(name: str, flops: float, how: str = "auto", head: int = 64) -> kernels.Kernels | None:
         (tmp_path / name).mkdir(exist_ok=True)
-        return engine.choose(Run(tmp_path / name, Recipe(how=HowConfig(compile=how))), head, "silu", flops, lines)
+        run = Run(tmp_path / name, Recipe(how=HowConfig(compile=how)))
+        return engine.choose(run, head, "silu", flops, lines).kernels
 
     assert choose("short", 1e9) is None  # a hundredth of a second of work
     assert choose("long", 1e15) is library
@@ -278,6 +322,25 @@ def test_auto_compiles_only_what_pays(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert choose("odd", 1e15, "on", head=64) is library
     with pytest.raises(EdgeftError, match="heads"):
         choose("odder", 1e15, "on", head=42)
+
+
+def test_a_run_keeps_its_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def half(name: str, products: str = "auto", how: str = "on") -> bool:
+        (tmp_path / name).mkdir(exist_ok=True)
+        run = Run(tmp_path / name, Recipe(how=HowConfig(compile=how, products=products)))
+        return engine.choose(run, 64, "silu", 1e15, Lines()).half
+
+    rates = {torch.float32: 100.0, torch.bfloat16: 200.0}
+    monkeypatch.setattr(engine, "trial_flops_per_s", lambda dtype=torch.float32: rates[dtype])
+    assert half("fast")
+    assert not half("plain", how="off")
+    assert not half("asked", "fp32")
+    rates[torch.bfloat16] = 120.0  # not enough faster
+    assert not half("slow")
+    assert half("fast")  # as it began
+    assert half("wanted", "bf16")
+    with pytest.raises(ConfigError, match="kernels"):
+        half("none", "bf16", "off")
 
 
 def test_lean_is_the_same_model(model: Path) -> None:

@@ -6,6 +6,7 @@ are added to `.grad` where they are made.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,46 @@ def direct(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, PackedLinear)
 
 
-def _weight(layer: Any) -> Tensor:
-    weight: Tensor = layer.packed.dense() if isinstance(layer, PackedLinear) else layer.weight
-    return weight
+@dataclass(frozen=True)
+class Way:
+    """How blocks are computed."""
+
+    kernels: Kernels
+    prune: bool = True  # false: gradients that nobody uses are computed and thrown away, to see what they cost
+    half: bool = False  # products of bf16 operands; sums inside a product and everything between products are float32
+
+    def operand(self, x: Tensor) -> Tensor:
+        """What a product reads: x, or in bf16 x and rows of zeros, which change no sum."""
+        if not self.half:
+            return x
+        out = pool.take(padded(len(x)), x.shape[1], torch.bfloat16)
+        out[: len(x)] = x
+        out[len(x) :] = 0
+        return out
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.mm(x, y, out=pool.take(len(x), y.shape[1], x.dtype))
+
+
+def padded(rows: int) -> int:
+    """So many, or somewhat more: the library makes and keeps code for every size of a bf16 product, 0.6 MB each."""
+    unit = 32
+    while unit * 8 < rows:
+        unit *= 2
+    return -(-rows // unit) * unit
+
+
+def _full(x: Tensor, rows: int) -> Tensor:
+    """What lies between products: float32, without the operands' further rows."""
+    return x if x.dtype == torch.float32 else pool.take(rows, x.shape[1]).copy_(x[:rows])
+
+
+def _weight(layer: Any, way: Way) -> Tensor:
+    """As a product reads it."""
+    if isinstance(layer, PackedLinear):
+        return layer.packed.operand(way.kernels, half=way.half)
+    weight: Tensor = layer.weight
+    return weight.bfloat16() if way.half else weight
 
 
 def _trained(layers: tuple[Any, ...]) -> list[Tensor | None]:
@@ -42,28 +80,32 @@ def _trained(layers: tuple[Any, ...]) -> list[Tensor | None]:
     return found
 
 
-def _forward(layer: Any, x: Tensor) -> Tensor:
-    weight, out = _weight(layer).T, pool.take(len(x), layer.out_features)
-    if layer.bias is None:
-        return torch.mm(x, weight, out=out)
-    return torch.addmm(layer.bias, x, weight, out=out)
+def _forward(layer: Any, x: Tensor, way: Way) -> Tensor:
+    """x and what comes out: operands."""
+    out = way.product(x, _weight(layer, way).T)
+    return out if layer.bias is None else out.add_(layer.bias)
 
 
-def _input_gradient(layer: Any, dy: Tensor, sum_: Tensor | None = None) -> Tensor:
-    """dy W, added to what others gave."""
+def _input_gradient(layer: Any, dy: Tensor, way: Way, rows: int, sum_: Tensor | None = None) -> Tensor:
+    """dy W in float32, added to what others gave; dy is an operand of so many rows."""
     if sum_ is None:
-        return torch.mm(dy, _weight(layer), out=pool.take(len(dy), layer.in_features))
-    return sum_.addmm_(dy, _weight(layer))
+        return _full(way.product(dy, _weight(layer, way)), rows)
+    if way.half:
+        return sum_.add_(way.product(dy, _weight(layer, way))[:rows])
+    return sum_.addmm_(dy, _weight(layer, way))
 
 
 def _add_weight_gradient(layer: Any, trained: bool, dy: Tensor, x: Tensor) -> None:
+    """dyᵀ x of two operands."""
     if not trained:  # asked for by `how.prune: false`, to see what it costs
         dy.T @ x
         return
     if layer.weight.grad is None:
-        layer.weight.grad = dy.T @ x
-    else:
+        layer.weight.grad = (dy.T @ x).float()
+    elif x.dtype == torch.float32:
         layer.weight.grad.addmm_(dy.T, x)
+    else:
+        layer.weight.grad += dy.T @ x
     ready = getattr(layer.weight, "gradient_ready", None)  # autograd's own hooks do not see what is added here
     if ready is not None:
         ready(layer.weight)
@@ -73,35 +115,36 @@ class _Linears(torch.autograd.Function):
     """Several layers over the same input x (T, I): y_i = x W_iᵀ + b_i."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, layers: tuple[Any, ...], prune: bool, *trained: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        ctx.layers, ctx.trained, ctx.prune = layers, [t is not None for t in trained], prune
-        ctx.save_for_backward(x if any(ctx.trained[::2]) or not prune else None)
+    def forward(ctx: Any, x: Tensor, layers: tuple[Any, ...], way: Way, *trained: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.layers, ctx.trained, ctx.way = layers, [t is not None for t in trained], way
+        given = way.operand(x)
+        ctx.save_for_backward(given if any(ctx.trained[::2]) or not way.prune else None)
         ctx.set_materialize_grads(False)
-        return tuple(_forward(layer, x) for layer in layers)
+        return tuple(_full(_forward(layer, given, way), len(x)) for layer in layers)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (x,) = ctx.saved_tensors
+        way: Way = ctx.way
         dx = None
         biases: list[Tensor | None] = []
-        for number, (layer, dy) in enumerate(zip(ctx.layers, grads, strict=True)):
+        for number, (layer, gradient) in enumerate(zip(ctx.layers, grads, strict=True)):
             biases += [None, None]
-            if dy is None:
+            if gradient is None:
                 continue
+            dy = way.operand(gradient)
             if ctx.needs_input_grad[0]:
-                dx = _input_gradient(layer, dy, dx)
-            if ctx.trained[2 * number] or not ctx.prune:
+                dx = _input_gradient(layer, dy, way, len(gradient), dx)
+            if ctx.trained[2 * number] or not way.prune:
                 _add_weight_gradient(layer, ctx.trained[2 * number], dy, x)
             if ctx.trained[2 * number + 1]:
-                biases[-1] = dy.sum(0)
+                biases[-1] = gradient.sum(0)
         return dx, None, None, *biases
 
 
-def linears(x: Tensor, layers: tuple[nn.Module, ...], prune: bool = True) -> tuple[Tensor, ...]:
+def linears(x: Tensor, layers: tuple[nn.Module, ...], way: Way) -> tuple[Tensor, ...]:
     if all(map(direct, layers)):
-        found: tuple[Tensor, ...] = _Linears.apply(x, layers, prune, *_trained(layers))
+        found: tuple[Tensor, ...] = _Linears.apply(x, layers, way, *_trained(layers))
         return found
     return tuple(layer(x).contiguous() for layer in layers)
 
@@ -182,45 +225,43 @@ class _FeedForward(torch.autograd.Function):
     """x (T, I) → down(silu(gate x) · up x): gate and up are kept, what down reads is computed again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, layers: tuple[Any, ...], prune: bool, kernels: Kernels, *trained: Tensor | None
-    ) -> Tensor:
-        ctx.prune = prune
-        gate, up = _forward(layers[0], x), _forward(layers[1], x)
-        ctx.layers, ctx.kernels, ctx.trained = layers, kernels, [t is not None for t in trained]
+    def forward(ctx: Any, x: Tensor, layers: tuple[Any, ...], way: Way, *trained: Tensor | None) -> Tensor:
+        ctx.layers, ctx.way, ctx.trained = layers, way, [t is not None for t in trained]
+        given = way.operand(x)
+        gate, up = _forward(layers[0], given, way), _forward(layers[1], given, way)
         keep = any(ctx.needs_input_grad)
         act = pool.like(gate) if keep else gate
-        kernels.swiglu(gate, up, act)
+        way.kernels.swiglu(gate, up, act)
         if keep:
-            ctx.save_for_backward(x if ctx.trained[0] or ctx.trained[2] or not prune else None, gate, up)
-        return _forward(layers[2], act)
+            ctx.save_for_backward(given if ctx.trained[0] or ctx.trained[2] or not way.prune else None, gate, up)
+        return _full(_forward(layers[2], act, way), len(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, gate, up = ctx.saved_tensors
-        (dy,) = grads
-        dy = dy.contiguous()
-        biases: list[Tensor | None] = [None] * 6
+        way: Way = ctx.way
         down = ctx.layers[2]
-        dact = _input_gradient(down, dy)
-        act = pool.like(gate) if ctx.trained[4] or not ctx.prune else None
-        ctx.kernels.swiglu_back(gate, up, dact, act)
+        dy = way.operand(grads[0].contiguous())
+        dact = way.product(dy, _weight(down, way))
+        act = pool.like(gate) if ctx.trained[4] or not way.prune else None
+        way.kernels.swiglu_back(gate, up, dact, act)
         del dact
         if act is not None:
             _add_weight_gradient(down, ctx.trained[4], dy, act)
             del act
+        biases: list[Tensor | None] = [None] * 6
         if ctx.trained[5]:
-            biases[5] = dy.sum(0)
+            biases[5] = grads[0].sum(0)
         dx = None
         for number, d in enumerate((gate, up)):  # these are gradients now
             layer = ctx.layers[number]
             if ctx.needs_input_grad[0]:
-                dx = _input_gradient(layer, d, dx)
-            if ctx.trained[2 * number] or not ctx.prune:
+                dx = _input_gradient(layer, d, way, len(grads[0]), dx)
+            if ctx.trained[2 * number] or not way.prune:
                 _add_weight_gradient(layer, ctx.trained[2 * number], d, x)
             if ctx.trained[2 * number + 1]:
-                biases[2 * number + 1] = d.sum(0)
-        return dx, None, None, None, *biases
+                biases[2 * number + 1] = d.sum(0, dtype=torch.float32)
+        return dx, None, None, *biases
 
 
 class _Gate(torch.autograd.Function):
@@ -241,13 +282,13 @@ class _Gate(torch.autograd.Function):
         return gate, up, None
 
 
-def feed_forward(x: Tensor, mlp: Any, kernels: Kernels, prune: bool = True) -> Tensor:
+def feed_forward(x: Tensor, mlp: Any, way: Way) -> Tensor:
     layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     if all(map(direct, layers)):
-        found: Tensor = _FeedForward.apply(x, layers, prune, kernels, *_trained(layers))
+        found: Tensor = _FeedForward.apply(x, layers, way, *_trained(layers))
         return found
-    gate, up = linears(x, layers[:2], prune)
-    (out,) = linears(_Gate.apply(gate, up, kernels), layers[2:], prune)
+    gate, up = linears(x, layers[:2], way)
+    (out,) = linears(_Gate.apply(gate, up, way.kernels), layers[2:], way)
     return out
 
 
@@ -257,11 +298,9 @@ def feed_forward(x: Tensor, mlp: Any, kernels: Kernels, prune: bool = True) -> T
 class Runner:
     """Blocks of one model over one batch."""
 
-    def __init__(
-        self, kernels: Kernels, config: Any, tree: Any, rotary: tuple[Tensor, Tensor], threads: int, prune: bool
-    ) -> None:
-        """rotary: cosines and sines (T, d); prune false: gradients that nobody uses are computed and thrown away."""
-        self.kernels, self.tree, self.threads, self.prune = kernels, tree, threads, prune
+    def __init__(self, way: Way, config: Any, tree: Any, rotary: tuple[Tensor, Tensor], threads: int) -> None:
+        """rotary: cosines and sines (T, d)."""
+        self.way, self.kernels, self.tree, self.threads = way, way.kernels, tree, threads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.shape = heads(config.num_attention_heads, config.num_key_value_heads, width, width**-0.5)
         self.cos, self.sin = (t.float().contiguous() for t in rotary)
@@ -288,10 +327,10 @@ class Runner:
         """asking: what queries are made from, where that is not all of h."""
         attention = block.self_attn
         if asking is None:
-            q, k, v = linears(h, (attention.q_proj, attention.k_proj, attention.v_proj), self.prune)
+            q, k, v = linears(h, (attention.q_proj, attention.k_proj, attention.v_proj), self.way)
         else:
-            (q,) = linears(asking, (attention.q_proj,), self.prune)
-            k, v = linears(h, (attention.k_proj, attention.v_proj), self.prune)
+            (q,) = linears(asking, (attention.q_proj,), self.way)
+            k, v = linears(h, (attention.k_proj, attention.v_proj), self.way)
         if hasattr(attention, "q_norm"):  # Qwen 3: a norm over each head
             q, k = self._head_norm(q, attention.q_norm), self._head_norm(k, attention.k_norm)
         return q, k, v
@@ -302,9 +341,9 @@ class Runner:
 
     def _after(self, block: Any, x: Tensor, mixed: Tensor) -> Pending:
         """What follows the attention."""
-        (out,) = linears(mixed, (block.self_attn.o_proj,), self.prune)
+        (out,) = linears(mixed, (block.self_attn.o_proj,), self.way)
         x, h = add_norm((x, out), block.post_attention_layernorm, self.kernels)
-        return x, feed_forward(h, block.mlp, self.kernels, self.prune)
+        return x, feed_forward(h, block.mlp, self.way)
 
 
 class SplitRunner(Runner):

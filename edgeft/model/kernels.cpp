@@ -1,13 +1,18 @@
-// What lies between a block's matrix products, in one pass over memory each: RMSNorm, SwiGLU, and attention along a tree.
+// What lies between a block's matrix products, in one pass over memory each: RMSNorm, SwiGLU, attention along a tree, and
+// the unpacking of weights.
 //
-// Every function takes plain float32 pointers and a number of threads. Work is handed to threads in a fixed way, so that
+// Every function takes plain pointers (float32, some also bf16) and a number of threads. Work is handed to threads in a fixed way, so that
 // the same call with the same number of threads gives the same bits.
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define VL 16
@@ -29,6 +34,32 @@ typedef int32_t vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 static inline vf load(const float *p) { return *(const vf *)p; }
 static inline void store(float *p, vf v) { *(vf *)p = v; }
 static inline vf all(float x) { return x - vf{}; }
+
+// bf16: the upper half of a float32, rounded to the nearest, ties to even
+typedef uint16_t bf16;
+typedef uint16_t vh __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+typedef uint32_t vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+
+static inline vf load(const bf16 *p) { return (vf)(__builtin_convertvector(*(const vh *)p, vu) << 16); }
+static inline void store(bf16 *p, vf v) {
+    vu bits = (vu)v;
+    bits += 0x7fff + ((bits >> 16) & 1);
+    *(vh *)p = __builtin_convertvector(bits >> 16, vh);
+}
+
+static inline float value(float x) { return x; }
+static inline float value(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+static inline void put(float *p, float x) { *p = x; }
+static inline void put(bf16 *p, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    *p = (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
 
 static inline float sum(vf v) {
     float s = 0;
@@ -334,12 +365,15 @@ void norm_back(const float *x, const float *scale, const float *weight, const fl
     }
 }
 
+}
+
 // ------------------------------------------------------------------------------------------------- SwiGLU
 
 static const long STRIP = 4096;  // numbers that a thread takes at a time
 
 // out = gate * sigmoid(gate) * up; out may be gate or up
-void swiglu(const float *gate, const float *up, float *out, long count, int threads) {
+template <typename T>
+static void gated(const T *gate, const T *up, T *out, long count, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long strip = 0; strip < count; strip += STRIP) {
         long stop = std::min(strip + STRIP, count), i = strip;
@@ -347,12 +381,16 @@ void swiglu(const float *gate, const float *up, float *out, long count, int thre
             vf g = load(gate + i);
             store(out + i, g / (1 + vexp(-g)) * load(up + i));
         }
-        for (; i < stop; i++) out[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
+        for (; i < stop; i++) {
+            float g = value(gate[i]);
+            put(out + i, g / (1 + std::exp(-g)) * value(up[i]));
+        }
     }
 }
 
-// gate and up become their gradients; act, if asked for, what swiglu gave
-void swiglu_back(float *gate, float *up, const float *dact, float *act, long count, int threads) {
+// gate and up become their gradients; act, if asked for, what `gated` gave
+template <typename T>
+static void gated_back(T *gate, T *up, const T *dact, T *act, long count, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long strip = 0; strip < count; strip += STRIP) {
         long stop = std::min(strip + STRIP, count), i = strip;
@@ -363,12 +401,116 @@ void swiglu_back(float *gate, float *up, const float *dact, float *act, long cou
             store(gate + i, d * u * (s + gs * (1 - s)));
         }
         for (; i < stop; i++) {
-            float g = gate[i], u = up[i], d = dact[i], s = 1 / (1 + std::exp(-g)), gs = g * s;
-            if (act) act[i] = gs * u;
-            up[i] = d * gs;
-            gate[i] = d * u * (s + gs * (1 - s));
+            float g = value(gate[i]), u = value(up[i]), d = value(dact[i]), s = 1 / (1 + std::exp(-g)), gs = g * s;
+            if (act) put(act + i, gs * u);
+            put(up + i, d * gs);
+            put(gate + i, d * u * (s + gs * (1 - s)));
         }
     }
+}
+
+extern "C" {
+void swiglu(const float *gate, const float *up, float *out, long count, int threads) {
+    gated(gate, up, out, count, threads);
+}
+
+void swiglu_half(const bf16 *gate, const bf16 *up, bf16 *out, long count, int threads) {
+    gated(gate, up, out, count, threads);
+}
+
+void swiglu_back(float *gate, float *up, const float *dact, float *act, long count, int threads) {
+    gated_back(gate, up, dact, act, count, threads);
+}
+
+void swiglu_back_half(bf16 *gate, bf16 *up, const bf16 *dact, bf16 *act, long count, int threads) {
+    gated_back(gate, up, dact, act, count, threads);
+}
+}
+
+// ------------------------------------------------------------------------------------------------- packed weights
+
+// ggml's half precision, exactly
+static inline float half(const uint8_t *p) {
+    uint16_t h;
+    memcpy(&h, p, 2);
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#else
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff, bits;
+    float f;
+    if (rest >= 0x7c00) bits = sign | 0x7f800000 | (rest & 0x3ff) << 13;
+    else if (rest >= 0x400) bits = sign | ((rest << 13) + 0x38000000);
+    else {  // below the smallest normal number: rest * 2^-24
+        f = rest * 5.9604644775390625e-8f;
+        memcpy(&bits, &f, 4);
+        bits |= sign;
+    }
+    memcpy(&f, &bits, 4);
+    return f;
+#endif
+}
+
+typedef uint8_t vb __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int8_t vs __attribute__((vector_size(16), aligned(1), may_alias));
+
+// 16 numbers scale * q + low
+template <typename T>
+static inline void spread(vs q, float scale, float low, T *out) {
+    for (int i = 0; i < 16; i += VL) {
+        int32_t wide[VL];
+        for (int j = 0; j < VL; j++) wide[j] = ((const int8_t *)&q)[i + j];
+        vf x = __builtin_convertvector(*(const vi *)wide, vf) * scale;
+#if defined(__x86_64__)
+        asm("" : "+x"(x));  // no fused multiply-add: ggml's x86 code has none
+#endif
+        store(out + i, x + low);
+    }
+}
+
+template <typename T>
+static inline void q8_0(const uint8_t *in, T *out) {  // scale, 32 signed bytes
+    float scale = half(in);
+    spread(*(const vs *)(in + 2), scale, 0.0f, out);
+    spread(*(const vs *)(in + 18), scale, 0.0f, out + 16);
+}
+
+template <typename T>
+static inline void q4_0(const uint8_t *in, T *out) {  // scale, 32 nibbles, of which 8 stands for zero
+    float scale = half(in);
+    vb nibbles = *(const vb *)(in + 2);
+    spread((vs)(nibbles & 15) - 8, scale, 0.0f, out);
+    spread((vs)(nibbles >> 4) - 8, scale, 0.0f, out + 16);
+}
+
+template <typename T>
+static inline void q4_1(const uint8_t *in, T *out) {  // scale, minimum, 32 nibbles
+    float scale = half(in), low = half(in + 2);
+    vb nibbles = *(const vb *)(in + 4);
+    spread((vs)(nibbles & 15), scale, low, out);
+    spread((vs)(nibbles >> 4), scale, low, out + 16);
+}
+
+template <typename T>
+static void unpack_to(const uint8_t *in, int type, T *out, long blocks, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long strip = 0; strip < blocks; strip += 128) {
+        long stop = std::min(strip + 128, blocks);
+        if (type == 2)
+            for (long b = strip; b < stop; b++) q4_0(in + b * 18, out + b * 32);
+        else if (type == 3)
+            for (long b = strip; b < stop; b++) q4_1(in + b * 20, out + b * 32);
+        else
+            for (long b = strip; b < stop; b++) q8_0(in + b * 34, out + b * 32);
+    }
+}
+
+extern "C" {
+// Packed rows of ggml's types q4_0 (2), q4_1 (3) and q8_0 (8), in blocks of 32 numbers
+void unpack(const uint8_t *in, int type, float *out, long blocks, int threads) {
+    unpack_to(in, type, out, blocks, threads);
+}
+void unpack_half(const uint8_t *in, int type, bf16 *out, long blocks, int threads) {
+    unpack_to(in, type, out, blocks, threads);
 }
 
 int vector_lanes(void) { return VL; }

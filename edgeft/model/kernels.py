@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from edgeft.model.attention import Tree
 
 
+UNPACKED = (2, 3, 8)  # ggml's q4_0, q4_1, q8_0
+
+
 class _Tree(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("pieces", "queries", "rows", "keys", "size", "items", "bounds")]
 
@@ -74,11 +77,11 @@ class Plan:
         self.struct = _Tree(*(array.ctypes.data for array in self._kept))
 
 
-def _at(tensor: torch.Tensor | None) -> ctypes.c_void_p | None:
+def _at(tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> ctypes.c_void_p | None:
     if tensor is None:
         return None
     assert tensor.is_contiguous()
-    assert tensor.dtype == torch.float32
+    assert tensor.dtype == dtype
     return ctypes.c_void_p(tensor.data_ptr())
 
 
@@ -150,11 +153,26 @@ class Kernels:
         return dx
 
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
-        self.library.swiglu(_at(gate), _at(up), _at(out), ctypes.c_long(gate.numel()), torch.get_num_threads())
+        """float32, or all of them bf16."""
+        function = self.library.swiglu if gate.dtype == torch.float32 else self.library.swiglu_half
+        tensors = (_at(t, gate.dtype) for t in (gate, up, out))
+        function(*tensors, ctypes.c_long(gate.numel()), torch.get_num_threads())
 
     def swiglu_back(self, gate: torch.Tensor, up: torch.Tensor, dact: torch.Tensor, act: torch.Tensor | None) -> None:
-        """gate and up become their gradients; act what swiglu gave."""
-        self.library.swiglu_back(*map(_at, (gate, up, dact, act)), ctypes.c_long(gate.numel()), torch.get_num_threads())
+        """gate and up become their gradients; act what swiglu gave. float32, or all of them bf16."""
+        function = self.library.swiglu_back if gate.dtype == torch.float32 else self.library.swiglu_back_half
+        tensors = (_at(t, gate.dtype) for t in (gate, up, dact, act))
+        function(*tensors, ctypes.c_long(gate.numel()), torch.get_num_threads())
+
+    def unpacks(self, type_id: int) -> bool:
+        """Has it code of its own for this type of packed weights? ggml's own is several times slower."""
+        return type_id in UNPACKED
+
+    def unpack(self, packed: np.ndarray, type_id: int, out: torch.Tensor) -> None:
+        """Packed rows (uint8, C order) into `out` (rows, cols), float32 or bf16."""
+        function = self.library.unpack if out.dtype == torch.float32 else self.library.unpack_half
+        blocks = ctypes.c_long(out.numel() // 32)
+        function(ctypes.c_void_p(packed.ctypes.data), type_id, _at(out, out.dtype), blocks, torch.get_num_threads())
 
 
 def _each(tensors: list[torch.Tensor]) -> Any:

@@ -14,29 +14,31 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)  # tensors and Python
 class Pool:
     def __init__(self) -> None:
         self.rows = 0  # tokens that a buffer holds; 0: everything comes from torch itself
-        self._free: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}  # by width, with the count when idle
+        # by a row's bytes, with the count when idle
+        self._free: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}
 
     def resize(self, rows: int) -> None:
         """Buffers for passes of so many tokens from now on."""
         self.rows = rows if _use_count else 0
         self._free = {}
 
-    def take(self, rows: int, width: int) -> torch.Tensor:
-        """(rows, width) float32, with anything in it."""
+    def take(self, rows: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """(rows, width), with anything in it."""
         if not 0 < rows <= self.rows:
-            return torch.empty(rows, width)
+            return torch.empty(rows, width, dtype=dtype)
         assert _use_count is not None
-        buffers = self._free.setdefault(width, [])
+        size = width * dtype.itemsize
+        buffers = self._free.setdefault(size, [])
         for storage, idle in buffers:
             if _use_count(storage._cdata) == idle:
                 break
         else:
-            storage = torch.empty(self.rows * width).untyped_storage()
+            storage = torch.empty(self.rows * size, dtype=torch.uint8).untyped_storage()
             buffers.append((storage, _use_count(storage._cdata)))
-        return torch.empty(0).set_(storage, 0, (rows, width))  # type: ignore[call-overload,no-any-return]
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (rows, width))  # type: ignore[call-overload,no-any-return]
 
     def like(self, x: torch.Tensor) -> torch.Tensor:
-        return self.take(x.shape[0], x.shape[1])
+        return self.take(x.shape[0], x.shape[1], x.dtype)
 
 
 pool = Pool()

@@ -20,7 +20,7 @@ from edgeft.errors import ModelError
 from edgeft.model import attention, is_gguf
 from edgeft.model import lean as lean_model
 from edgeft.model.attention import Tree
-from edgeft.model.block import Pending, Runner, SplitRunner, add_norm
+from edgeft.model.block import Pending, Runner, SplitRunner, Way, add_norm
 from edgeft.model.gguf import GGUF
 from edgeft.model.header import LINEARS, NORMS, check_frozen, header_values, plain_rotation
 from edgeft.model.kernels import Kernels
@@ -48,6 +48,7 @@ class Stack:
         self.recompute = False
         self.prune = True  # false: also gradients that nobody uses, to see what they cost
         self.kernels: Kernels | None = None  # None: transformers' own blocks in plain torch
+        self.half = False  # products of bf16 operands from the cut on, by the kernels alone: the trunk runs only once
         self.supervised_only = True  # the last block beyond its keys and values, for positions that are asked for alone
         if not isinstance(config, SimpleNamespace):
             config._attn_implementation = attention.register()
@@ -78,10 +79,11 @@ class Stack:
         start: int,
         stop: int,
         cache: Any = None,
+        half: bool = False,
     ) -> torch.Tensor:
         """Blocks [start, stop): hidden (B, T, d), positions (B, T), mask (B, 1, T, S) or, for B = 1, a tree."""
         if self.kernels and isinstance(mask, Tree):
-            runner = Runner(*self._running(positions[0], mask))
+            runner = Runner(*self._running(positions[0], mask, half))
             stream: Pending = (hidden[0], None)
             for block in self.layers[start:stop]:
                 stream = self._through(runner.block, block, stream)
@@ -99,10 +101,12 @@ class Stack:
         normed: torch.Tensor = self.model.norm(hidden)  # type: ignore[operator]
         return normed
 
-    def _running(self, positions: torch.Tensor, tree: Tree) -> tuple[Any, ...]:
+    def _running(self, positions: torch.Tensor, tree: Tree, half: bool) -> tuple[Any, ...]:
         """What a Runner over these tokens is made of."""
         cos, sin = self.rotary(positions[None])
-        return self.kernels, self.config, tree, (cos[0], sin[0]), torch.get_num_threads(), self.prune
+        assert self.kernels is not None
+        way = Way(self.kernels, self.prune, half)
+        return way, self.config, tree, (cos[0], sin[0]), torch.get_num_threads()
 
     def _through(self, function: Callable[..., Any], *given: Any) -> Any:
         """One block's function, whose activations are kept or computed again."""
@@ -115,19 +119,19 @@ class Stack:
         if self.kernels and self.supervised_only and cut < self.depth:
             asked, place = torch.unique(batch.at, return_inverse=True)  # two rows may ask at the same place
             if batch.kept is None:
-                runner = Runner(*self._running(batch.positions, batch.tree))
+                runner = Runner(*self._running(batch.positions, batch.tree, self.half))
                 stream: Pending = (hidden, None)
                 for block in self.layers[cut:-1]:
                     stream = self._through(runner.block, block, stream)
                 stream = runner.last_block(self.layers[-1], stream, asked.numpy())
             else:
-                splitter = SplitRunner(batch.kept, *self._running(batch.positions, batch.tree))
+                splitter = SplitRunner(batch.kept, *self._running(batch.positions, batch.tree, self.half))
                 streams = splitter.split(hidden)
                 for block in self.layers[cut:-1]:
                     streams = self._through(splitter.both, block, *streams)
                 stream = splitter.last(self.layers[-1], *streams, asked.numpy())
             return add_norm(stream, self.model.norm, self.kernels)[1][place]
-        out = self.run(hidden[None], batch.positions[None], batch.tree, cut, self.depth)
+        out = self.run(hidden[None], batch.positions[None], batch.tree, cut, self.depth, half=self.half)
         return self.final(out[0][batch.at] if self.supervised_only else out[0])
 
     def trunk(self, batch: Batch, cut: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which engine trains: the compiled kernels, or transformers' own blocks in plain torch.
+"""Which engine trains: the compiled kernels, with float32 or bf16 products, or transformers' own blocks in plain torch.
 
 They round differently, so a run keeps the one that it began with.
 """
@@ -6,6 +6,7 @@ They round differently, so a run keeps the one that it began with.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -18,11 +19,20 @@ from edgeft.train.progress import Progress
 
 SAVED_SHARE = 0.4  # of the time of plain torch, by `scripts/ablate.py`
 COMPILE_S = 10.0  # on a slow board; 2 to 3 on a laptop
+HALF_PAYS = (
+    1.5  # bf16 is worth its coarser operands only where the processor has instructions for it: 2 to 4 times then
+)
 SLOWER = "training runs in plain torch, at about half the speed"
 
 
-def choose(run: Run, head_width: int, gate: str, flops: float, progress: Progress) -> Kernels | None:
-    """The kernels, or None for plain torch. flops: work that is planned."""
+@dataclass(frozen=True)
+class Engine:
+    kernels: Kernels | None  # None: plain torch
+    half: bool = False  # products of bf16 operands
+
+
+def choose(run: Run, head_width: int, gate: str, flops: float, progress: Progress) -> Engine:
+    """flops: work that is planned."""
     note = run.path / "engine.json"
     before = run.read_json(note)
     found = _load(progress) if (before["kernels"] if before else _wanted(run, flops, progress)) else None
@@ -31,8 +41,17 @@ def choose(run: Run, head_width: int, gate: str, flops: float, progress: Progres
             raise EdgeftError("edgeft's kernels cannot run this model's heads", "--set how.compile=off")
         progress.line(f"edgeft's kernels cannot run this model's heads: {SLOWER}")
         found = None
-    run.write_json(note, {"kernels": found is not None})
-    return found
+    half = bool(before["half"]) if before and "half" in before else _half(run.recipe.how.products, found is not None)
+    run.write_json(note, {"kernels": found is not None, "half": half})
+    return Engine(found, half)
+
+
+def _half(products: str, kernels: bool) -> bool:
+    if products == "bf16" and not kernels:
+        raise ConfigError("`how.products: bf16` needs edgeft's kernels", "--set how.compile=on, or how.products=fp32")
+    if products != "auto" or not kernels:
+        return products == "bf16"
+    return trial_flops_per_s(torch.bfloat16) > HALF_PAYS * trial_flops_per_s()
 
 
 def _load(progress: Progress) -> Kernels:
@@ -64,9 +83,9 @@ def _wanted(run: Run, flops: float, progress: Progress) -> bool:
     return SAVED_SHARE * flops / trial_flops_per_s() > COMPILE_S
 
 
-def trial_flops_per_s() -> float:
+def trial_flops_per_s(dtype: torch.dtype = torch.float32) -> float:
     """Rate of a matrix product here; a few hundredths of a second."""
-    a = torch.randn(512, 512)
+    a = torch.randn(512, 512).to(dtype)
     best = float("inf")
     for _ in range(4):
         begin = time.perf_counter()

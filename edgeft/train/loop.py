@@ -23,6 +23,7 @@ from edgeft.config import TrainConfig
 from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest, epoch_order
 from edgeft.errors import EdgeftError, StoppedError
+from edgeft.model.block import padded
 from edgeft.model.pool import pool
 from edgeft.model.stack import Batch, Stack
 from edgeft.plan import shape_of_config
@@ -218,12 +219,13 @@ class Trainer:
     def _fit(self, stopping: Callable[[], bool]) -> None:
         t, schedule = self.run.recipe.train, self.schedule
         validate_after = schedule.validate_after()
-        pool.resize(max(self.run.recipe.how.micro_batch_tokens, max(map(len, self.forest.paths))))
+        pool.resize(padded(max(self.run.recipe.how.micro_batch_tokens, max(map(len, self.forest.paths)))))
         self.progress.stage("train", schedule.steps)
         self.progress.advance(self.step)
         if self.step == 0:
             begin = time.monotonic()
-            self.base_loss = self.trunk.recall("base_loss", f"{len(self.rows)} rows", self.heldout_loss)
+            of = f"{len(self.rows)} rows" + (", bf16" if self.stack.half else "")
+            self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
             self.run.log(
                 event="validation", step=0, heldout_loss=self.base_loss, seconds=round(time.monotonic() - begin, 3)
             )
