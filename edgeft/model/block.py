@@ -6,6 +6,7 @@ are added to `.grad` where they are made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +25,38 @@ Pending = tuple[Tensor, Tensor | None]  # the residual stream, and what is still
 # ---------------------------------------------------------------- linear layers
 
 
-def direct(module: nn.Module) -> bool:
-    """A layer whose weight can be had as a matrix; others (adapters, bitsandbytes) are called as they are."""
-    return type(module) in (nn.Linear, PackedLinear)
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer whose weight can be had as a matrix, perhaps with a LoRA adapter: y = x Wᵀ + b + scale x Aᵀ Bᵀ."""
+
+    base: Any  # nn.Linear or PackedLinear
+    down: nn.Parameter | None = None  # A (r, I)
+    up: nn.Parameter | None = None  # B (O, r)
+    scale: float = 0.0
+
+    def trained(self) -> list[Tensor | None]:
+        """What autograd must see: (weight, bias, A, B), None for what is frozen or not there."""
+        frozen = isinstance(self.base, PackedLinear)
+        return [
+            None if t is None or not t.requires_grad else t
+            for t in (None if frozen else self.base.weight, self.base.bias, self.down, self.up)
+        ]
+
+
+def as_layer(module: Any) -> Layer | None:
+    """None: a layer that is called as it is (bitsandbytes')."""
+    if type(module) in (nn.Linear, PackedLinear):
+        return Layer(module)
+    base = getattr(module, "base_layer", None)
+    if type(base) not in (nn.Linear, PackedLinear) or list(getattr(module, "lora_A", ())) != ["default"]:
+        return None
+    return Layer(base, module.lora_A["default"].weight, module.lora_B["default"].weight, module.scaling["default"])
+
+
+def as_layers(modules: Sequence[Any]) -> tuple[Layer, ...] | None:
+    """None unless all of them are."""
+    found = [as_layer(module) for module in modules]
+    return None if any(layer is None for layer in found) else tuple(layer for layer in found if layer is not None)
 
 
 @dataclass(frozen=True)
@@ -63,90 +93,129 @@ def _full(x: Tensor, rows: int) -> Tensor:
     return x if x.dtype == torch.float32 else pool.take(rows, x.shape[1]).copy_(x[:rows])
 
 
-def _weight(layer: Any, way: Way) -> Tensor:
+def _weight(base: Any, way: Way) -> Tensor:
     """As a product reads it."""
-    if isinstance(layer, PackedLinear):
-        return layer.packed.operand(way.kernels, half=way.half)
-    weight: Tensor = layer.weight
+    if isinstance(base, PackedLinear):
+        return base.packed.operand(way.kernels, half=way.half)
+    return _small(base.weight, way)
+
+
+def _small(weight: Tensor, way: Way) -> Tensor:
     return weight.bfloat16() if way.half else weight
 
 
-def _trained(layers: tuple[Any, ...]) -> list[Tensor | None]:
-    """What autograd must see of these layers: (weight, bias) of each, None for what is frozen."""
-    found: list[Tensor | None] = []
-    for layer in layers:
-        weight = None if isinstance(layer, PackedLinear) or not layer.weight.requires_grad else layer.weight
-        found += [weight, layer.bias if layer.bias is not None and layer.bias.requires_grad else None]
-    return found
+def _trained(layers: tuple[Layer, ...]) -> list[Tensor | None]:
+    return [t for layer in layers for t in layer.trained()]
 
 
-def _forward(layer: Any, x: Tensor, way: Way) -> Tensor:
+def _keeps_input(flags: Sequence[bool], way: Way) -> bool:
+    """Does a backward pass with these of (weight, bias, A, B) trained read the layer's input?"""
+    return flags[0] or flags[2] or flags[3] or not way.prune
+
+
+def _forward(layer: Layer, x: Tensor, way: Way) -> Tensor:
     """x and what comes out: operands."""
-    out = way.product(x, _weight(layer, way).T)
-    return out if layer.bias is None else out.add_(layer.bias)
+    out = way.product(x, _weight(layer.base, way).T)
+    if layer.base.bias is not None:
+        out += layer.base.bias
+    if layer.down is not None and layer.up is not None:
+        mid = way.product(x, _small(layer.down, way).T)  # (T, r)
+        out.addmm_(mid, _small(layer.up, way).T, alpha=layer.scale)
+    return out
 
 
-def _input_gradient(layer: Any, dy: Tensor, way: Way, rows: int, sum_: Tensor | None = None) -> Tensor:
-    """dy W in float32, added to what others gave; dy is an operand of so many rows."""
+def _backward(
+    layer: Layer,
+    flags: Sequence[bool],
+    dy: Tensor,
+    x: Tensor | None,
+    way: Way,
+    rows: int,
+    wanted: bool,
+    dx: Tensor | None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """(dx with this layer's part, if wanted; gradients of (weight, bias, A, B) for autograd).
+
+    dy and x are operands of so many rows; the weight's gradient is added where it belongs.
+    """
+    grads: list[Tensor | None] = [None] * 4
+    if wanted:
+        dx = _add(dx, dy, _weight(layer.base, way), way, rows)
+    if flags[0] or not way.prune:
+        assert x is not None
+        _add_weight_gradient(layer.base, flags[0], dy, x)
+    if flags[1]:
+        grads[1] = dy.sum(0, dtype=torch.float32)
+    if layer.down is not None and layer.up is not None:
+        dmid = way.product(dy, _small(layer.up, way)).mul_(layer.scale)  # (T, r)
+        if flags[2] or flags[3]:
+            assert x is not None
+            mid = way.product(x, _small(layer.down, way).T)
+            grads[2] = (dmid.T @ x).float()
+            grads[3] = (dy.T @ mid).float().mul_(layer.scale)
+        if wanted:
+            dx = _add(dx, dmid, _small(layer.down, way), way, rows)
+    return dx, grads
+
+
+def _add(sum_: Tensor | None, x: Tensor, y: Tensor, way: Way, rows: int) -> Tensor:
+    """x y in float32, added to what is there."""
     if sum_ is None:
-        return _full(way.product(dy, _weight(layer, way)), rows)
-    if way.half:
-        return sum_.add_(way.product(dy, _weight(layer, way))[:rows])
-    return sum_.addmm_(dy, _weight(layer, way))
+        return _full(way.product(x, y), rows)
+    return sum_.add_(way.product(x, y)[:rows]) if way.half else sum_.addmm_(x, y)
 
 
-def _add_weight_gradient(layer: Any, trained: bool, dy: Tensor, x: Tensor) -> None:
+def _add_weight_gradient(base: Any, trained: bool, dy: Tensor, x: Tensor) -> None:
     """dyᵀ x of two operands."""
     if not trained:  # asked for by `how.prune: false`, to see what it costs
         dy.T @ x
         return
-    if layer.weight.grad is None:
-        layer.weight.grad = (dy.T @ x).float()
+    if base.weight.grad is None:
+        base.weight.grad = (dy.T @ x).float()
     elif x.dtype == torch.float32:
-        layer.weight.grad.addmm_(dy.T, x)
+        base.weight.grad.addmm_(dy.T, x)
     else:
-        layer.weight.grad += dy.T @ x
-    ready = getattr(layer.weight, "gradient_ready", None)  # autograd's own hooks do not see what is added here
+        base.weight.grad += dy.T @ x
+    ready = getattr(base.weight, "gradient_ready", None)  # autograd's own hooks do not see what is added here
     if ready is not None:
-        ready(layer.weight)
+        ready(base.weight)
 
 
 class _Linears(torch.autograd.Function):
-    """Several layers over the same input x (T, I): y_i = x W_iᵀ + b_i."""
+    """Several layers over the same input x (T, I)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layers: tuple[Any, ...], way: Way, *trained: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.layers, ctx.trained, ctx.way = layers, [t is not None for t in trained], way
+    def forward(
+        ctx: Any, x: Tensor, layers: tuple[Layer, ...], way: Way, *trained: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.layers, ctx.flags, ctx.way = layers, [t is not None for t in trained], way
         given = way.operand(x)
-        ctx.save_for_backward(given if any(ctx.trained[::2]) or not way.prune else None)
+        keep = any(_keeps_input(ctx.flags[4 * n : 4 * n + 4], way) for n in range(len(layers)))
+        ctx.save_for_backward(given if keep else None)
         ctx.set_materialize_grads(False)
         return tuple(_full(_forward(layer, given, way), len(x)) for layer in layers)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (x,) = ctx.saved_tensors
-        way: Way = ctx.way
         dx = None
-        biases: list[Tensor | None] = []
+        found: list[Tensor | None] = []
         for number, (layer, gradient) in enumerate(zip(ctx.layers, grads, strict=True)):
-            biases += [None, None]
-            if gradient is None:
-                continue
-            dy = way.operand(gradient)
-            if ctx.needs_input_grad[0]:
-                dx = _input_gradient(layer, dy, way, len(gradient), dx)
-            if ctx.trained[2 * number] or not way.prune:
-                _add_weight_gradient(layer, ctx.trained[2 * number], dy, x)
-            if ctx.trained[2 * number + 1]:
-                biases[-1] = gradient.sum(0)
-        return dx, None, None, *biases
+            flags = ctx.flags[4 * number : 4 * number + 4]
+            more: list[Tensor | None] = [None] * 4
+            if gradient is not None:
+                dy = ctx.way.operand(gradient)
+                dx, more = _backward(layer, flags, dy, x, ctx.way, len(gradient), ctx.needs_input_grad[0], dx)
+            found += more
+        return dx, None, None, *found
 
 
-def linears(x: Tensor, layers: tuple[nn.Module, ...], way: Way) -> tuple[Tensor, ...]:
-    if all(map(direct, layers)):
-        found: tuple[Tensor, ...] = _Linears.apply(x, layers, way, *_trained(layers))
-        return found
-    return tuple(layer(x).contiguous() for layer in layers)
+def linears(x: Tensor, modules: tuple[nn.Module, ...], way: Way) -> tuple[Tensor, ...]:
+    layers = as_layers(modules)
+    if layers is None:
+        return tuple(module(x).contiguous() for module in modules)
+    found: tuple[Tensor, ...] = _Linears.apply(x, layers, way, *_trained(layers))
+    return found
 
 
 # ---------------------------------------------------------------- norms
@@ -225,43 +294,40 @@ class _FeedForward(torch.autograd.Function):
     """x (T, I) → down(silu(gate x) · up x): gate and up are kept, what down reads is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layers: tuple[Any, ...], way: Way, *trained: Tensor | None) -> Tensor:
-        ctx.layers, ctx.way, ctx.trained = layers, way, [t is not None for t in trained]
+    def forward(ctx: Any, x: Tensor, layers: tuple[Layer, ...], way: Way, *trained: Tensor | None) -> Tensor:
+        ctx.layers, ctx.way, ctx.flags = layers, way, [t is not None for t in trained]
         given = way.operand(x)
         gate, up = _forward(layers[0], given, way), _forward(layers[1], given, way)
         keep = any(ctx.needs_input_grad)
         act = pool.like(gate) if keep else gate
         way.kernels.swiglu(gate, up, act)
         if keep:
-            ctx.save_for_backward(given if ctx.trained[0] or ctx.trained[2] or not way.prune else None, gate, up)
+            reads = _keeps_input(ctx.flags[:4], way) or _keeps_input(ctx.flags[4:8], way)
+            ctx.save_for_backward(given if reads else None, gate, up)
         return _full(_forward(layers[2], act, way), len(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, gate, up = ctx.saved_tensors
         way: Way = ctx.way
-        down = ctx.layers[2]
+        rows, flags = len(grads[0]), [ctx.flags[n : n + 4] for n in (0, 4, 8)]
         dy = way.operand(grads[0].contiguous())
-        dact = way.product(dy, _weight(down, way))
-        act = pool.like(gate) if ctx.trained[4] or not way.prune else None
+        # what down reads is there only after its input's gradient is known
+        dact = way.product(dy, _weight(ctx.layers[2].base, way))
+        down = ctx.layers[2]
+        if down.down is not None and down.up is not None:
+            dmid = way.product(dy, _small(down.up, way))
+            dact.addmm_(dmid, _small(down.down, way), alpha=down.scale)
+        act = pool.like(gate) if _keeps_input(flags[2], way) else None
         way.kernels.swiglu_back(gate, up, dact, act)
         del dact
-        if act is not None:
-            _add_weight_gradient(down, ctx.trained[4], dy, act)
-            del act
-        biases: list[Tensor | None] = [None] * 6
-        if ctx.trained[5]:
-            biases[5] = grads[0].sum(0)
-        dx = None
-        for number, d in enumerate((gate, up)):  # these are gradients now
-            layer = ctx.layers[number]
-            if ctx.needs_input_grad[0]:
-                dx = _input_gradient(layer, d, way, len(grads[0]), dx)
-            if ctx.trained[2 * number] or not way.prune:
-                _add_weight_gradient(layer, ctx.trained[2 * number], d, x)
-            if ctx.trained[2 * number + 1]:
-                biases[2 * number + 1] = d.sum(0, dtype=torch.float32)
-        return dx, None, None, *biases
+        _, last = _backward(down, flags[2], dy, act, way, rows, False, None)
+        del act
+        dx, found = None, []
+        for layer, flag, d in zip(ctx.layers, flags, (gate, up), strict=False):  # these are gradients now
+            dx, more = _backward(layer, flag, d, x, way, rows, ctx.needs_input_grad[0], dx)
+            found += more
+        return dx, None, None, *found, *last
 
 
 class _Gate(torch.autograd.Function):
@@ -283,12 +349,13 @@ class _Gate(torch.autograd.Function):
 
 
 def feed_forward(x: Tensor, mlp: Any, way: Way) -> Tensor:
-    layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if all(map(direct, layers)):
+    modules = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    layers = as_layers(modules)
+    if layers is not None:
         found: Tensor = _FeedForward.apply(x, layers, way, *_trained(layers))
         return found
-    gate, up = linears(x, layers[:2], way)
-    (out,) = linears(_Gate.apply(gate, up, way.kernels), layers[2:], way)
+    gate, up = linears(x, modules[:2], way)
+    (out,) = linears(_Gate.apply(gate, up, way.kernels), modules[2:], way)
     return out
 
 
