@@ -106,6 +106,10 @@ def finetune(
     sets: SetOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     until: Annotated[str, typer.Option(help="Last stage: prepare, train, export or eval.")] = "eval",
+    threads: Annotated[int | None, typer.Option(help="Compute threads. [default: the device's]")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="TIMES", help="Work only then, and pause in between: 22:00-07:00.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune, export to GGUF, and compare before and after. With no model and data: the embedded ones."""
@@ -115,6 +119,8 @@ def finetune(
     if until not in stage.STAGES:
         raise ConfigError(f"unknown stage `{until}`", f"known: {', '.join(stage.STAGES)}")
     folder = out_folder if str(out_folder) != "." else Path("runs") / Path(recipe or "sparse-bp").stem
+    sets = [*(sets or []), *([] if threads is None else [f"how.threads={threads}"])]
+    sets += [] if schedule is None else [f"governor.schedule={schedule}"]
     choice, profile = _resolve(recipe, device, model, data, sets, folder if resume else None)
     screen = Screen(err if as_json else out)
     run = Run.start(folder, choice, resume)
@@ -150,7 +156,7 @@ def _resolve(
                 setattr(chosen, part, getattr(wanted, part))
             chosen.name = wanted.name
         if device is not None:
-            chosen.how = config.build(config.HowConfig, profile.how, "how", chosen.how)
+            config.use_profile(chosen, profile)
     else:
         chosen, _ = config.resolve(recipe or "sparse-bp", device or "auto", [])
     if model is not None:

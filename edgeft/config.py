@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,10 @@ def knob(
     choices: tuple[Any, ...] = (),
     low: float | None = None,
     high: float | None = None,
+    check: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """A dataclass field with its explanation and its limits (both ends included)."""
-    metadata = {"about": about, "choices": choices, "low": low, "high": high}
+    """A dataclass field with its explanation and its limits (both ends included); check: raises ValueError."""
+    metadata = {"about": about, "choices": choices, "low": low, "high": high, "check": check}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -112,6 +115,9 @@ class HowConfig:
         "operands of the kernels' matrix products; auto: bf16 where a short trial finds them much faster, else fp32",
         choices=("auto", "fp32", "bf16"),
     )
+    nice: int = knob(
+        10, "how far the stages stand back for other programs, at the processor and the disk; 0 = not", low=0, high=19
+    )
     trunk: str = knob(
         "cache", "blocks below the cut: run once and cache their output, or run every time", choices=("cache", "rerun")
     )
@@ -145,8 +151,41 @@ class HowConfig:
     step_in_place: bool = knob(
         False, "update a tensor as soon as its gradient is there, and free that; needs train.clip=0"
     )
-    checkpoint_s: float = knob(120.0, "seconds between checkpoints", low=0.0)
+    checkpoint_s: float = knob(
+        120.0, "seconds between checkpoints, more where writing one takes long; 0 = after every step", low=0.0
+    )
     keep_checkpoints: int = knob(2, "newest checkpoints kept beside the best", low=1)
+
+
+def windows(text: str) -> list[tuple[int, int]]:
+    """`22:00-07:00` → [(1320, 420)], in minutes of the day; several stand between commas."""
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(\d{1,2}):(\d\d)\s*-\s*(\d{1,2}):(\d\d)", part)
+        if not match:
+            raise ValueError(f"`{part}` is no window of time")
+        h0, m0, h1, m1 = map(int, match.groups())
+        begin, end = 60 * h0 + m0, 60 * h1 + m1
+        if max(m0, m1) > 59 or begin >= 24 * 60 or end > 24 * 60 or begin == end:
+            raise ValueError(f"`{part}` is no window of time")
+        found.append((begin, end))
+    return found
+
+
+@dataclass
+class GovernorConfig:
+    """When a run pauses to spare its machine; nothing here changes what is learned."""
+
+    target_celsius: float = knob(75.0, "it is slowed down so that the processor settles here; 0 = not", low=0.0)
+    limit_celsius: float = knob(82.0, "at this temperature it pauses; 0 = never", low=0.0)
+    hysteresis_celsius: float = knob(8.0, "after such a pause it goes on so far below the limit", low=1.0)
+    sensors: list[str] = knob([], "thermometers that count, by the names of `edgeft doctor`; none = the processor's")
+    battery_percent: int = knob(
+        30, "while a battery is drained, go on only above this charge; 100 = only on mains; 0 = always", low=0, high=100
+    )
+    schedule: str = knob(
+        "", "times of day to work in: `22:00-07:00`, several with commas; nothing = always", check=windows
+    )
 
 
 @dataclass
@@ -169,6 +208,7 @@ class Recipe:
     update: UpdateConfig = field(default_factory=UpdateConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     how: HowConfig = field(default_factory=HowConfig)
+    governor: GovernorConfig = field(default_factory=GovernorConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
@@ -182,6 +222,7 @@ class Device:
     cores: int = knob(1, "compute cores", low=1)
     gemm_gflops: float = knob(0.0, "fp32 matrix product rate, for time estimates; 0 = unknown", low=0.0)
     how: dict[str, Any] = field(default_factory=dict, metadata={"about": "overrides of the recipe's `how`"})
+    governor: dict[str, Any] = field(default_factory=dict, metadata={"about": "when a run pauses on this machine"})
 
 
 # ---------------------------------------------------------------- strict reading
@@ -235,6 +276,11 @@ def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
     if (low is not None and value < low) or (high is not None and value > high):
         limits = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
         raise ConfigError(f"`{key}` is {value}, and must be {limits}", f"{key}: {meta.get('about', '')}")
+    if check := meta.get("check"):
+        try:
+            check(value)
+        except ValueError as error:
+            raise ConfigError(f"`{key}`: {error}", f"{key}: {meta.get('about', '')}") from None
     return value
 
 
@@ -341,12 +387,23 @@ def load_device(name: str) -> Device:
     values.setdefault("name", path.stem)
     device = typing.cast(Device, build(Device, values))
     build(HowConfig, device.how, "how")  # a profile may say how, never what
+    check_heat(build(GovernorConfig, device.governor, "governor"))
     if not 0 < device.budget_bytes <= device.ram_bytes:
         raise ConfigError(
             f"`budget_bytes` of `{device.name}` is {device.budget_bytes}, and its `ram_bytes` {device.ram_bytes}",
             "a profile says how much memory there is, and how much of it a run may use",
         )
     return device
+
+
+def check_heat(governor: GovernorConfig) -> None:
+    """A limit at or below the target would be reached all the time."""
+    target, limit = governor.target_celsius, governor.limit_celsius
+    if target and limit and limit <= target:
+        raise ConfigError(
+            f"`governor.limit_celsius` is {limit:g}, and `governor.target_celsius` {target:g}",
+            "the limit is where it pauses: some degrees above the target where it settles",
+        )
 
 
 def apply_sets(recipe: Recipe, sets: list[str]) -> Recipe:
@@ -359,6 +416,7 @@ def apply_sets(recipe: Recipe, sets: list[str]) -> Recipe:
         for part in reversed(key.strip().split(".")):
             nested = {part: nested}
         recipe = typing.cast(Recipe, build(Recipe, nested, base=_copy(recipe)))
+    check_heat(recipe.governor)
     return recipe
 
 
@@ -382,11 +440,16 @@ def _copy(recipe: Recipe) -> Recipe:
 
 
 def resolve(recipe: str, device: str, sets: list[str]) -> tuple[Recipe, Device]:
-    """Recipe file, then the device's `how`, then `--set`: later ones win."""
+    """Recipe file, then the device's `how` and `governor`, then `--set`: later ones win."""
     chosen = load_recipe(recipe)
     profile = load_device(device)
-    chosen.how = build(HowConfig, profile.how, "how", chosen.how)
+    use_profile(chosen, profile)
     return apply_sets(chosen, sets), profile
+
+
+def use_profile(recipe: Recipe, profile: Device) -> None:
+    recipe.how = build(HowConfig, profile.how, "how", recipe.how)
+    recipe.governor = build(GovernorConfig, profile.governor, "governor", recipe.governor)
 
 
 class _Dumper(yaml.SafeDumper):

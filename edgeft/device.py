@@ -25,6 +25,10 @@ ROOT = Path("/")
 # share that a Raspberry Pi 5 profile leaves (6 of 8 GiB).
 BUDGET_SHARE = 0.75
 
+# Laptops and PCs are built to run hotter than boards: most throttle at 95 to 105 °C. A board says what it is in its
+# device tree, and gets the defaults, which keep a Raspberry Pi below its 80 °C.
+PC_HEAT = {"target_celsius": 85.0, "limit_celsius": 95.0}
+
 # What /proc/cpuinfo of an ARM machine says instead of a name: (implementer, part).
 ARM_CORES = {
     (0x41, 0xD03): "Cortex-A53",
@@ -285,4 +289,5 @@ def this_machine(root: Path = ROOT) -> Device:
         cores=count,
         gemm_gflops=read_gemm_cache().get(gemm_key(cpu, count), {}).get("fp32", 0.0),
         how={"threads": count},  # "all cores" would overlook a container's quota
+        governor={} if read_text(root / "proc/device-tree/model") else dict(PC_HEAT),
     )

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from edgeft import config, device
-from edgeft.device import ROOT, read_int, read_text
+from edgeft import config, device, sensors
+from edgeft.device import ROOT, read_text
 
 PACKAGES = ("edgeft", "torch", "transformers", "llama-cpp-python", "bitsandbytes")
 
@@ -177,65 +177,6 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-# ---------------------------------------------------------------- sensors
-
-
-def temperatures(root: Path = ROOT) -> list[dict[str, Any]]:
-    """[{"sensor", "celsius", "critical"}]; a sensor that both interfaces show is listed once."""
-    found: dict[str, dict[str, Any]] = {}
-
-    def add(sensor: str, value: int | None, critical: int | None) -> None:
-        # In 1/1000 °C. Absurd values are what sleeping or absent sensors give (a Jetson's say -256 °C).
-        if value is not None and -40_000 < value < 150_000:
-            limit = critical / 1000 if critical is not None and 0 < critical < 150_000 else None
-            key = sensor.lower().replace("-", "_")
-            found.setdefault(key, {"sensor": sensor, "celsius": value / 1000, "critical": limit})
-
-    for zone in sorted((root / "sys/class/thermal").glob("thermal_zone*")):
-        trips = {read_text(p): p.with_name(p.name.replace("_type", "_temp")) for p in zone.glob("trip_point_*_type")}
-        critical = read_int(trips["critical"]) if "critical" in trips else None
-        add(read_text(zone / "type") or zone.name, read_int(zone / "temp"), critical)
-    for chip in sorted((root / "sys/class/hwmon").glob("hwmon*")):
-        for path in sorted(chip.glob("temp*_input")):
-            part = path.name.removesuffix("_input")
-            words = [read_text(chip / "name") or chip.name, read_text(chip / f"{part}_label")]
-            add(" ".join(filter(None, words)), read_int(path), read_int(chip / f"{part}_crit"))
-    return list(found.values())
-
-
-def power(root: Path = ROOT) -> dict[str, Any]:
-    """{"plugged": bool | None, "batteries": [{"name", "percent", "status", "energy_wh"}]}; None = cannot be told."""
-    plugged: bool | None = None
-    batteries: list[dict[str, Any]] = []
-    folder = root / "sys/class/power_supply"
-    for supply in sorted(folder.glob("*")) if folder.is_dir() else ():
-        if read_text(supply / "scope") == "Device":  # a mouse's battery
-            continue
-        kind = read_text(supply / "type")
-        if kind == "Battery":
-            energy = read_int(supply / "energy_now")  # µWh
-            if energy is None:
-                charge, volt = read_int(supply / "charge_now"), read_int(supply / "voltage_now")  # µAh, µV
-                energy = None if charge is None or volt is None else charge * volt // 10**6
-            batteries.append(
-                {
-                    "name": supply.name,
-                    "percent": read_int(supply / "capacity"),
-                    "status": read_text(supply / "status") or None,
-                    "energy_wh": None if energy is None else round(energy / 1e6, 1),
-                }
-            )
-        elif kind in ("Mains", "USB") and (online := read_int(supply / "online")) is not None:
-            plugged = bool(plugged) or online > 0
-    if not folder.is_dir() and root == ROOT:  # macOS
-        import psutil
-
-        if (seen := psutil.sensors_battery()) is not None:
-            plugged = seen.power_plugged
-            batteries = [{"name": "battery", "percent": round(seen.percent), "status": None, "energy_wh": None}]
-    return {"plugged": plugged, "batteries": batteries}
-
-
 # ---------------------------------------------------------------- disk
 
 
@@ -331,8 +272,9 @@ def examine(root: Path = ROOT, folder: Path | None = None, refresh: bool = False
         "gemm": {"threads": device.cores(), "gflops": {}, "fastest": None, "error": None},
         "accelerator": {"kind": "none", "name": None, "memory_bytes": None},
         "compiler": compiler(),
-        "temperatures": temperatures(root),
-        "power": power(root),
+        "temperatures": sensors.temperatures(root),
+        "throttled": sensors.Throttling(root).seen(),
+        "power": sensors.power(root),
         "disk": disk(folder, root),
         "versions": versions(),
         "profile": pick_profile(root),

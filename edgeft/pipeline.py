@@ -271,6 +271,10 @@ def chat_file(target: Path) -> Path:
 def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> None:
     """One stage of `edgeft finetune`, in the process that stage.py gave it; what comes out stands in the run folder."""
     source = model_source(run.recipe.model.path)
+    if name in ("export", "eval"):
+        from edgeft.train.governor import Governor
+
+        Governor(run, progress).between()  # the train stage asks between micro-batches; these at their start
     if name == "prepare":
         check_model(source, run.recipe.model.frozen)
         check_scheme(run.recipe, source)

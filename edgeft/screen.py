@@ -25,6 +25,12 @@ class Screen(Progress):
         self.bar: Bar | None = None
         self.name, self.total, self.done = "", 0.0, 0.0
         self.began = self.said = 0.0
+        self.paused_at: float | None = None
+        self.paused_s = 0.0
+
+    def clock(self) -> float:
+        """Stands still in a pause, so that the time left is that of work."""
+        return (time.monotonic() if self.paused_at is None else self.paused_at) - self.paused_s
 
     def __enter__(self) -> Screen:
         return self
@@ -35,11 +41,12 @@ class Screen(Progress):
     def stage(self, name: str, total: float) -> None:
         self.end()
         self.name, self.total, self.done = name, total, 0.0
-        self.began = self.said = time.monotonic()
+        self.began = self.said = self.clock()
         if self.console.is_terminal:
             self.bar = Bar(
                 TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                 TextColumn("{task.fields[note]}"), console=self.console, transient=True,
+                get_time=self.clock,
             )  # fmt: skip
             self.bar.add_task(name, total=total, note="")
             self.bar.start()
@@ -48,14 +55,24 @@ class Screen(Progress):
         self.done += amount
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], advance=amount, note=note)
-        elif amount and time.monotonic() - self.said >= PLAIN_EVERY_S:
-            self.said = time.monotonic()
+        elif amount and self.clock() - self.said >= PLAIN_EVERY_S:
+            self.said = self.clock()
             left = (self.said - self.began) / max(self.done, 1e-9) * (self.total - self.done)
             self.console.print(f"{self.name} {self.done:g}/{self.total:g} · {note} · {left:.0f} s left", soft_wrap=True)
 
     def line(self, text: str) -> None:
         target = self.bar.console if self.bar is not None else self.console
         target.print(text, markup=False, soft_wrap=True)
+
+    def pause(self, text: str) -> None:
+        self.line(text)
+        self.paused_at = time.monotonic()
+
+    def go_on(self, text: str) -> None:
+        if self.paused_at is not None:
+            self.paused_s += time.monotonic() - self.paused_at
+            self.paused_at = None
+        self.line(text)
 
     def end(self) -> None:
         if self.bar is not None:
@@ -145,6 +162,7 @@ def print_doctor(console: Console, found: dict[str, Any]) -> None:
     limit = f", limited to {memory['limit_bytes'] / gib:.1f} GiB" if memory["limit_bytes"] else ""
     accelerator, compiler, power = found["accelerator"], found["compiler"], found["power"]
     heat = ", ".join(f"{t['sensor']} {t['celsius']:.0f} °C" for t in found["temperatures"]) or "no sensor"
+    heat += f" · slowed down now by {', '.join(found['throttled'])}" if found["throttled"] else ""
     batteries = ", ".join(f"{b['name']} {b['percent']} % {b['status']}" for b in power["batteries"]) or "no battery"
     profile = found["profile"]
     key_values(

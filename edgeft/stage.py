@@ -191,13 +191,15 @@ def main() -> None:
         signal.signal(number, interrupt)
     code, said = 0, {}
     try:
+        run = Run.open(given["run"])
+        stand_back(run.recipe.how.nice)
         from rich.console import Console
 
         from edgeft import pipeline
         from edgeft.screen import Screen
 
         with Screen(Console(stderr=given["to_stderr"], highlight=False)) as screen:
-            pipeline.do_stage(Run.open(given["run"]), given["stage"], screen, given["budget_bytes"])
+            pipeline.do_stage(run, given["stage"], screen, given["budget_bytes"])
         sys.stdout.flush()
     except EdgeftError as error:
         code, said["error"] = error.exit_code, [error.message[:ERROR_BYTES], error.hint[:ERROR_BYTES]]
@@ -224,6 +226,21 @@ def _die_with(parent: int) -> None:
         threading.Thread(target=watch, daemon=True).start()
     if os.getppid() != parent:  # it was gone before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stand_back(nice: int) -> None:
+    """Lets other programs go first, at the processor and at the disk; before there are threads, which inherit it."""
+    if not nice:
+        return
+    os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
+    # Linux weighs sessions against each other before processes, and a stage has a session of its own.
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
+        file.write(str(nice))
+    import psutil
+
+    if hasattr(psutil, "IOPRIO_CLASS_BE"):  # Linux
+        with contextlib.suppress(OSError, psutil.Error):
+            psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)  # the last that is not starved
 
 
 def peak_bytes() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeft import device, doctor
+from edgeft import device, doctor, sensors
 from edgeft.config import HowConfig, build, load_device
 
 GIB = 2**30
@@ -239,11 +239,11 @@ def test_temperatures(tmp_path: Path) -> None:
             f"{hwmon}1/temp1_crit": 84850,
         },
     )
-    assert doctor.temperatures(root) == [
+    assert sensors.temperatures(root) == [
         {"sensor": "cpu-thermal", "celsius": 52.3, "critical": 110.0},
         {"sensor": "nvme Composite", "celsius": 41.85, "critical": 84.85},
     ]
-    assert doctor.temperatures(tmp_path / "nothing") == []
+    assert sensors.temperatures(tmp_path / "nothing") == []
 
 
 def test_power(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_power(tmp_path: Path) -> None:
             f"{supply}/ucsi/online": 1,
         },
     )
-    assert doctor.power(root) == {
+    assert sensors.power(root) == {
         "plugged": True,
         "batteries": [
             {"name": "BAT0", "percent": 81, "status": "Discharging", "energy_wh": 46.0},
@@ -274,8 +274,8 @@ def test_power(tmp_path: Path) -> None:
         ],
     }
     (root / supply / "ucsi/online").write_text("0\n")
-    assert doctor.power(root)["plugged"] is False
-    assert doctor.power(tmp_path / "nothing") == {"plugged": None, "batteries": []}
+    assert sensors.power(root)["plugged"] is False
+    assert sensors.power(tmp_path / "nothing") == {"plugged": None, "batteries": []}
 
 
 @pytest.mark.parametrize(

@@ -378,11 +378,28 @@ def _memory_plot(story: Story) -> str:
     return _figure("Memory", drawing, told, "", "memory")
 
 
+def _heat_plot(story: Story) -> str:
+    """Only where there is a sensor, or something was lost without one."""
+    governor = story.recipe.governor
+    limits = [
+        svg.Limit(f"{name} {value:g} °C", value, style)
+        for name, value, style in (
+            ("target", governor.target_celsius, "plan"),
+            ("limit", governor.limit_celsius, "limit"),
+        )
+        if value
+    ]
+    told = f"The system slowed the machine down: {escape(', '.join(story.throttled))}." if story.throttled else ""
+    lines = [svg.Line("processor", _thin(story.heat), "tuned")]
+    drawing = svg.line_chart("Temperature", lines, "seconds since the first reading, with pauses", "°C", limits)
+    return _figure("Temperature", drawing or (f"<p>{told}</p>" if told else ""), told if drawing else "", "", "heat")
+
+
 def _course(story: Story) -> str:
     stages = svg.bars("Time by stage", [(name, s, words.duration(s)) for name, s in story.stages])
     total = sum(s for _, s in story.stages)
     cards = _loss_plot(story) + _memory_plot(story)
-    cards += _figure("Time by stage", stages, f"In all {words.duration(total)}.", "", "time")
+    cards += _figure("Time by stage", stages, f"In all {words.duration(total)}.", "", "time") + _heat_plot(story)
     return _section("How the run went", f'<div class="grid2">{cards}{_sizes(story)}</div>' if cards else "", "course")
 
 

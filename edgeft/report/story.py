@@ -6,6 +6,7 @@ Only files of the run and the two models are read; what is missing is None or em
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,8 @@ class Story:
     memory: list[tuple[float, float]]  # seconds since training began, bytes
     stages: list[tuple[str, float]]  # name, seconds
     peaks: dict[str, int]  # highest memory in bytes, by stage
+    heat: list[tuple[float, float]]  # seconds since the first reading, °C
+    throttled: list[str]  # by what the system slowed the machine down
     map: Map | None
     base_bytes: int | None
     tuned_bytes: int | None
@@ -88,6 +91,8 @@ def tell(run: Run) -> Story:
         memory=_memory(steps),
         stages=_stages(events, steps),
         peaks={name: int(b) for name, b in (run.read_json(run.path / "peaks.json") or {}).items() if _number(b)},
+        heat=_heat(events),
+        throttled=list(dict.fromkeys(why for e in _governed(events) for why in e.get("throttled") or [])),
         map=tensor_map(run, origin, first["scheme"]),
         base_bytes=origin.stat().st_size if origin else None,
         tuned_bytes=run.model.stat().st_size if run.model.is_file() else None,
@@ -128,6 +133,25 @@ def _memory(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
     return [(end, e["rss_bytes"]) for end, e in zip(ends, steps, strict=True) if e.get("rss_bytes")]
 
 
+def _governed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [e for e in events if e.get("event") == "governor" and "time" in e]
+
+
+def _heat(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    read = [e for e in _governed(events) if _number(e.get("celsius"))]
+    return [(e["time"] - read[0]["time"], e["celsius"]) for e in read]
+
+
+def paused(events: list[dict[str, Any]], begin: float = 0.0, end: float = math.inf) -> dict[str, float]:
+    """Seconds by reason, of all processes of the run, as written down between two times."""
+    found: dict[str, float] = {}
+    for event in _governed(events):
+        if begin < event["time"] <= end:
+            for why, seconds in (event.get("paused_s") or {}).items():
+                found[why] = found.get(why, 0.0) + float(seconds)
+    return found
+
+
 def _stages(events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple[str, float]]:
     """Seconds of each stage. What no event names is the time between two events of one process."""
 
@@ -148,7 +172,8 @@ def _stages(events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[t
     if scheme and start:
         first = float(checks[0].get("seconds") or 0.0) if checks else 0.0
         named = next((float(e["seconds"]) for e in events if e.get("event") == "trunk" and "seconds" in e), None)
-        found.append(("trunk", named if named is not None else max(0.0, start - scheme - first)))
+        lost = sum(paused(events, scheme, start).values())
+        found.append(("trunk", named if named is not None else max(0.0, start - scheme - first - lost)))
     found.append(("train", sum(float(e.get("seconds") or 0.0) for e in steps)))
     found.append(("held-out loss", check_s))
     exported, ended = at("export"), at("validation", last=True)
@@ -157,11 +182,12 @@ def _stages(events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[t
         and ended
         and not any(e.get("event") == "resume" and ended < e.get("time", 0) < exported for e in events)
     ):
-        found.append(("export", max(0.0, exported - ended)))
+        found.append(("export", max(0.0, exported - ended - sum(paused(events, ended, exported).values()))))
     scored = {
         (e.get("suite"), e.get("who")): float(e.get("seconds") or 0.0) for e in events if e.get("event") == "eval"
     }
     found.append(("evaluate", sum(scored.values())))
+    found += [(f"paused: {why}", seconds) for why, seconds in paused(events).items()]
     return [(name, seconds) for name, seconds in found if seconds > 0.005]
 
 

@@ -31,9 +31,12 @@ from edgeft.run import Run
 from edgeft.sparse.scheme import Scheme
 from edgeft.stage import peak_bytes
 from edgeft.train import checkpoint, trunk
+from edgeft.train.governor import Governor
 from edgeft.train.optimizer import Optimizer
 from edgeft.train.progress import Progress
 from edgeft.work import step_flops
+
+CHECKPOINT_SHARE = 0.02  # of the time: where the disk is slow, checkpoints are as rare as that takes
 
 
 @dataclass
@@ -122,8 +125,6 @@ class Trainer:
         self.run, self.stack, self.scheme, self.parameters = run, stack, scheme, parameters
         self.progress = progress
         how = run.recipe.how
-        if how.threads:
-            torch.set_num_threads(how.threads)
         stack.recompute, stack.supervised_only, stack.prune = how.recompute, how.supervised_only, how.prune
         self.forest = Forest(train + heldout, share=how.tree)
         self.rows = list(range(len(train)))
@@ -136,6 +137,9 @@ class Trainer:
         self.best_step = 0
         self.base_loss = math.nan
         self.trained_s = 0.0  # seconds of training in all processes of this run
+        self.checkpoint_s = 0.0  # seconds of writing checkpoints in this process
+        self.save_s = 0.0  # of the last one
+        self.saved: int | None = None  # the step that this process saved last
         self.process = psutil.Process()
 
     # ------------------------------------------------ one step
@@ -200,6 +204,7 @@ class Trainer:
         total = 0.0
         with torch.no_grad():
             for part in self.forest.micro_batches(self.heldout, self.run.recipe.how.micro_batch_tokens):
+                self.governor.between()  # asked to stop, the loop does so after this
                 total += float(self.loss(*self.forest.batch(part)))
         return total / self.forest.trained(self.heldout)
 
@@ -207,14 +212,16 @@ class Trainer:
 
     def fit(self, model_id: str) -> None:
         self.began = time.monotonic()
-        with stop_requests() as stopping:
+        with stop_requests() as asked:
+            self.governor = Governor(self.run, self.progress, asked)
+            pausing = self.governor.between
             cut, engine = self.scheme.cut, "kernels" if self.stack.kernels else "torch"
-            found = trunk.prepare(self.run, self.stack, self.forest, cut, model_id, self.progress, stopping, engine)
+            found = trunk.prepare(self.run, self.stack, self.forest, cut, model_id, self.progress, pausing, engine)
             if found is None:
                 raise self._stopped()
             self.trunk = found
             self._restore()
-            self._fit(stopping)
+            self._fit(lambda: self.governor.between(self._save_before_pause))
 
     def _fit(self, stopping: Callable[[], bool]) -> None:
         t, schedule = self.run.recipe.train, self.schedule
@@ -223,16 +230,15 @@ class Trainer:
         self.progress.stage("train", schedule.steps)
         self.progress.advance(self.step)
         if self.step == 0:
-            begin = time.monotonic()
+            begin = self.governor.worked_s()
             of = f"{len(self.rows)} rows" + (", bf16" if self.stack.half else "")
             self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
-            self.run.log(
-                event="validation", step=0, heldout_loss=self.base_loss, seconds=round(time.monotonic() - begin, 3)
-            )
+            seconds = round(self.governor.worked_s() - begin, 3)
+            self.run.log(event="validation", step=0, heldout_loss=self.base_loss, seconds=seconds)
             self.progress.line(f"held-out loss before training: {self.base_loss:.4f}")
         saved_at = time.monotonic()
         while self.step < schedule.steps:
-            begin = time.monotonic()
+            begin = self.governor.worked_s()
             lr = schedule.lr(self.step)
             self.optimizer.set_rate(lr)
             passed = self.backward(self.step_rows(self.step), stopping)
@@ -247,7 +253,7 @@ class Trainer:
                 )
             norm = self.optimizer.step()
             self.step += 1
-            seconds = time.monotonic() - begin
+            seconds = self.governor.worked_s() - begin
             self.trained_s += seconds
             rss = self.process.memory_info().rss
             self.run.log(
@@ -255,10 +261,12 @@ class Trainer:
                 tokens=passed.tokens, flops=passed.flops, seconds=round(seconds, 4), rss_bytes=rss,
             )  # fmt: skip
             note = f"loss {passed.loss:.3f} · {passed.tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"
-            self.progress.advance(1, note)
+            self.progress.advance(1, note + self.governor.note)
             if self.step in validate_after:
                 self._validate()
-            if time.monotonic() - saved_at >= self.run.recipe.how.checkpoint_s and self.step < schedule.steps:
+            every = self.run.recipe.how.checkpoint_s
+            every = max(every, self.save_s / CHECKPOINT_SHARE) if every else 0.0
+            if time.monotonic() - saved_at >= every and self.step < schedule.steps:
                 self.save()
                 saved_at = time.monotonic()
         self.save()
@@ -275,23 +283,33 @@ class Trainer:
                 "cpu_seconds": round(time.process_time(), 2),  # of the last process, loading included
                 "trained_parameters": sum(p.numel() for p in self.parameters.values()),
                 "peak_bytes": peak_bytes(),
+                "checkpoint_s": round(self.checkpoint_s, 3),  # of the last process
+                **self.governor.totals(),
             },
         )
 
     def _validate(self) -> None:
-        begin = time.monotonic()
+        begin = self.governor.worked_s()
         loss = self.heldout_loss()
         better = loss < self.best_loss or not self.heldout
-        seconds = round(time.monotonic() - begin, 3)
+        seconds = round(self.governor.worked_s() - begin, 3)
         self.run.log(event="validation", step=self.step, heldout_loss=loss, best=better, seconds=seconds)
         self.progress.line(f"step {self.step}: held-out loss {loss:.4f}{' (best so far)' if better else ''}")
         if better:
             self.best_loss, self.best_step = loss, self.step
+            begin = time.monotonic()
             checkpoint.write(self.run.best, self.parameters, {"step": self.step, "heldout_loss": loss})
+            self.checkpoint_s += time.monotonic() - begin
 
     # ------------------------------------------------ stopping and going on
 
+    def _save_before_pause(self) -> None:
+        """The machine may lose power while it waits. Not while the held-out loss is taken: it would be left out."""
+        if self.saved != self.step:
+            self.save()
+
     def save(self) -> None:
+        begin = time.monotonic()
         kept, numbers = self.optimizer.state()
         tensors: dict[str, torch.Tensor] = {**self.parameters, **kept}
         state = {
@@ -304,6 +322,9 @@ class Trainer:
         }
         checkpoint.write(checkpoint.name(self.run.checkpoints, self.step), tensors, state)
         checkpoint.rotate(self.run.checkpoints, self.run.recipe.how.keep_checkpoints)
+        self.saved = self.step
+        self.save_s = time.monotonic() - begin
+        self.checkpoint_s += self.save_s
 
     def _restore(self) -> None:
         found = checkpoint.newest(self.run.checkpoints)

@@ -15,5 +15,13 @@ class Progress:
     def line(self, text: str) -> None:
         """Something worth keeping on the screen."""
 
+    def pause(self, text: str) -> None:
+        """Work stops for a while: what is left takes no longer for that."""
+        self.line(text)
+
+    def go_on(self, text: str) -> None:
+        """The pause is over."""
+        self.line(text)
+
     def end(self) -> None:
         """The stage is over."""
