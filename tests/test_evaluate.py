@@ -13,7 +13,7 @@ from edgeft.config import DataConfig
 from edgeft.data.rows import Row, load
 from edgeft.data.tokens import Encoded, encode_rows, prompt_ids
 from edgeft.errors import ConfigError, DataError, ModelError
-from edgeft.evaluate import leak, llamacpp, metrics
+from edgeft.evaluate import crowd, leak, llamacpp, metrics
 from edgeft.evaluate.ask import Ask, Progress, Said
 from edgeft.evaluate.llamacpp import LlamaFile
 from edgeft.evaluate.paired import bootstrap
@@ -128,7 +128,7 @@ def test_target_logits_do_not_depend_on_chunks(file: LlamaFile, monkeypatch: pyt
     assert whole.dtype == np.float32
     assert (whole[1] == whole[2]).all()
     assert file.detokenize([int(whole[1].argmax())]).strip() == "Paris"  # after "The capital of France is"
-    monkeypatch.setattr(llamacpp, "BATCH", 7)
+    monkeypatch.setattr(llamacpp, "OUTPUTS", 7)
     with LlamaFile(file.path, threads=1, parallel=1) as fresh:
         assert np.abs(fresh.target_logits(ids, positions) - whole).max() < 1e-3
         every = fresh.target_logits(ids, range(len(ids)))
@@ -161,8 +161,7 @@ def test_loss_with_shared_prefixes_is_that_of_each_row(file: LlamaFile, rows: li
 
 
 def forget(file: LlamaFile) -> None:
-    for slot in file._slots:
-        file._drop(slot)
+    file.forget()
 
 
 def one_by_one(path: Path, prompts: list[list[int]], max_new: int) -> list[list[int]]:
@@ -342,6 +341,53 @@ def test_one_pass_gives_what_single_ones_give(file: LlamaFile) -> None:
         assert one.output == (file.generate([row], 8)[0] if ask.generate else [])
     assert said[1].option_greedy == [True]
     assert said[0].option_nll[2:] == pytest.approx(said[2].option_nll, abs=1e-2)
+
+
+@needs_model
+@pytest.mark.slow
+def test_a_row_does_not_depend_on_its_company(
+    file: LlamaFile, rows: list[Encoded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many rows at once, and few in a cache that they fill: the same, to less than an exported file differs by."""
+    text = file.tokenize("Cheese ripens slowly in a cool and humid place.")
+    options = [file.tokenize(word, add_bos=False) for word in (" milk", " a lot of milk", " a lot", " wood", " honey")]
+    asks = [
+        *(Ask((p := prompt_ids(row).tolist()), [], [row.ids[len(p) :].tolist()], generate=True) for row in rows),
+        Ask(text, list(range(1, len(text)))),
+        Ask(file.tokenize("Question: What do bees make?\nAnswer:"), [2, 5], options),
+        Ask(text, [3], options[:1], generate=True),
+        Ask(text),  # nothing is wanted of it
+    ]
+    forget(file)
+    wide = file.ask(asks, 8)
+    assert file.used == len(file.held.cells)  # all others were given back
+    forget(file)
+    assert file.ask(asks, 8) == wide  # to the last bit
+    monkeypatch.setattr(crowd, "CELLS", 256)
+    monkeypatch.setattr(crowd, "OPTIONS", 2)
+    monkeypatch.setattr(crowd, "BATCH", 40)
+    with LlamaFile(file.path, threads=1, parallel=3) as narrow:
+        few = narrow.ask(asks[::-1], 8)[::-1]
+        assert narrow.cells == 256
+    for ask, one, other in zip(asks, wide, few, strict=True):
+        assert other.prompt_nll == pytest.approx(one.prompt_nll, abs=0.01 * max(1, len(ask.targets)))
+        assert other.option_nll == pytest.approx(one.option_nll, rel=2e-3, abs=0.02)
+    assert sum(a.output == b.output for a, b in zip(wide, few, strict=True)) >= len(asks) - 1
+    assert wide[-1] == Said()
+
+
+@needs_model
+def test_a_crowd_that_is_stopped_leaves_an_empty_cache(file: LlamaFile) -> None:
+    prompts = [file.tokenize(text) for text in ("Once upon a time", "2 + 2 =", "Roses are red, violets are")]
+    wanted = file.generate(prompts, 4)
+
+    def stop(done: int, rows: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        file.generate(prompts, 4, stop)
+    assert file.used == 0
+    assert file.generate(prompts, 4) == wanted
 
 
 def log_softmax(file: LlamaFile, ids: list[int], at: Sequence[int]) -> np.ndarray:

@@ -202,7 +202,7 @@ def _scores(story: Story) -> str:
     if counts:
         parts = [
             ("better", counts["better"], "good"),
-            ("unchanged", counts["same"], "soft"),
+            ("unchanged", counts["same"], "line"),
             ("worse", counts["worse"], "bad"),
         ]
         left += (
@@ -342,7 +342,7 @@ def _loss_plot(story: Story) -> str:
         svg.Line("held-out loss", story.heldout_loss, "tuned", dots=True),
     ]
     values = [y for line in lines for _, y in line.points]
-    log = bool(values) and min(values) > 0 and max(values) / min(values) > 8
+    log = svg.log_scale(values)
     drawing = svg.line_chart("Loss over steps", lines, "step", "nats a token" + (", log scale" if log else ""), log=log)
     best = story.done.get("best_step")
     caption = f"The model of step {best} is kept: its held-out loss was the lowest." if best else ""
@@ -365,7 +365,7 @@ def _memory_plot(story: Story) -> str:
     if story.peaks:
         told = "Highest by stage: " + ", ".join(f"{name} {words.size(b)}" for name, b in story.peaks.items()) + "."
     if plan:
-        limits.append(svg.Limit(f"planned {words.size(plan)}", plan / unit, "plan"))
+        limits.append(svg.Limit(f"planned {words.size(plan)}", plan / unit, "c1"))
     if budget and budget <= FAR * max(plan or 0, peak or 0, *(b for _, b in story.memory)):
         limits.append(svg.Limit(f"allowed {words.size(budget)}", budget / unit))
     elif budget:
@@ -453,7 +453,7 @@ def _comparison(stories: Sequence[Story]) -> str:
     )
     lines = [svg.Line(s.name, s.heldout_loss, SERIES[i % 5], dots=True) for i, s in enumerate(stories)]
     values = [y for line in lines for _, y in line.points]
-    log = bool(values) and min(values) > 0 and max(values) / min(values) > 8
+    log = svg.log_scale(values)
     loss = svg.line_chart(
         "Held-out loss of each run", lines, "step", "nats a token" + (", log scale" if log else ""), log=log
     )
@@ -510,6 +510,7 @@ def _settings(story: Story) -> str:
         ),
         ("tokens", words.count(story.counts.get("train_tokens"))),
         ("steps", str(story.done.get("steps", "–"))),
+        ("machine", str(story.counts.get("machine", "–"))),
         ("memory allowed", words.size(plan.get("budget_bytes"))),
         (
             "micro-batch",
