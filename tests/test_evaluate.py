@@ -146,7 +146,8 @@ def test_loss_with_shared_prefixes_is_that_of_each_row(file: LlamaFile, rows: li
     seen: list[int] = []
     total, targets = file.loss(mixed, progress=lambda done, _: seen.append(done))
     assert targets == sum(int(row.trained.sum()) for row in mixed)
-    assert seen == list(range(1, len(mixed) + 1))
+    assert seen == sorted(set(seen))
+    assert seen[-1] == len(mixed)
     with LlamaFile(file.path, threads=1) as plain:
         for row in mixed:
             at = np.flatnonzero(row.trained)

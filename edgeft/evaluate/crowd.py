@@ -27,6 +27,11 @@ class _Job:
     branches: list[Branch] = field(default_factory=list)
     output: list[int] = field(default_factory=list)  # its last token is chosen and not yet computed
 
+    @property
+    def work(self) -> int:
+        """Reading counts as much as writing, for the progress bar."""
+        return 2 if self.room else 1
+
     def planned(self) -> list[Branch]:
         """Branches with what is wanted of them; an option's last token need not be read."""
         last = len(self.prompt) - 1
@@ -63,15 +68,12 @@ class Crowd:
                 targets = [] if start else ask.targets
                 if targets or options or room:
                     self.waiting.append(_Job(row, ask.prompt, targets, options, 0 if start else max(room, 0)))
-        self.jobs_left = [0] * len(asks)  # of each row
-        for job in self.waiting:
-            self.jobs_left[job.row] += 1
-        self.rows_done = 0
+        self.all_work = sum(job.work for job in self.waiting)
+        self.work = 0  # done so far
+        self.told = 0  # rows, as the progress was told last
         self.promised = 0  # cells that answers may still need
 
     def run(self) -> list[Said]:
-        for row in [i for i, jobs in enumerate(self.jobs_left) if not jobs]:
-            self._done(row)
         if not self.waiting:
             return self.said
         sizes = [sum(len(b.ids) for b in job.planned()) + job.room for job in self.waiting]
@@ -105,6 +107,7 @@ class Crowd:
             if not steps:
                 self._settle(reading)
                 reading = []
+            self._tell()
 
     def _admit(self, steps: deque[Step]) -> list[_Job]:
         """As many waiting jobs as there are sequences and cells for; what is to be computed goes to `steps`."""
@@ -175,8 +178,8 @@ class Crowd:
                 said.option_greedy[number] = all(branch.likeliest[last + i] == t for i, t in enumerate(option))
             for branch in job.branches[1 if job.room else 0 :]:
                 self._release(branch)
+            self.work += 1
             if not job.room:
-                self._done(job.row)
                 continue
             # As long as the likeliest token is the option's own, the answer needs no further step.
             branch, option = job.branches[0], next(iter(job.options.values()), [])
@@ -199,19 +202,20 @@ class Crowd:
             job.output.pop()
         self._release(job.branches[0])
         self.promised -= job.room
-        self._done(job.row)
+        self.work += 1
         return True
 
     def _release(self, branch: Branch) -> None:
         self.file.cut(branch, 0)
         self.free.append(branch.seq)
 
-    def _done(self, row: int) -> None:
-        self.jobs_left[row] -= 1
-        if self.jobs_left[row] <= 0:
-            self.rows_done += 1
-            if self.progress:
-                self.progress(self.rows_done, len(self.said))
+    def _tell(self) -> None:
+        """Progress is in rows, and rows are done together: what is half done counts half."""
+        done = self.work + sum(len(job.output) / job.room for job in self.running)
+        rows = int(len(self.said) * done / self.all_work)
+        if self.progress and rows > self.told:
+            self.told = rows
+            self.progress(rows, len(self.said))
 
 
 def _shared(before: Branch, branch: Branch) -> tuple[int, int]:

@@ -313,12 +313,14 @@ def _tick(said: str, answers: list[str]) -> str:
 
 def difference_marked(before: str, after: str) -> tuple[str, str]:
     """Both as HTML: what only the first has in <del>, what only the second has in <ins>."""
-    a, b = (re.findall(r"\s+|[^\s]+", text[:LONGEST]) for text in (before, after))
+    a, b = (re.findall(r"\S+\s*", text[:LONGEST]) for text in (before, after))  # words with the space behind them
     old, new = [], []
-    for kind, a0, a1, b0, b1 in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        gone, come = escape("".join(a[a0:a1])), escape("".join(b[b0:b1]))
-        old.append(f"<del>{gone}</del>" if kind != "equal" and gone.strip() else gone)
-        new.append(f"<ins>{come}</ins>" if kind != "equal" and come.strip() else come)
+    matched = difflib.SequenceMatcher(None, [w.strip() for w in a], [w.strip() for w in b], autojunk=False)
+    for kind, a0, a1, b0, b1 in matched.get_opcodes():
+        for pieces, tag, out in ((a[a0:a1], "del", old), (b[b0:b1], "ins", new)):
+            text = escape("".join(pieces))
+            inner = text.rstrip()  # the space behind a mark stays outside
+            out.append(f"<{tag}>{inner}</{tag}>{text[len(inner) :]}" if kind != "equal" and inner else text)
     return "".join(old), "".join(new)
 
 
@@ -395,7 +397,7 @@ def _sizes(story: Story) -> str:
         if check
         else ""
     )
-    return _figure("File size", svg.bars("File size", rows) if rows else "", told, "", "sizes")
+    return _figure("File size", svg.bars("File size", rows, [name for name, _, _ in rows]), told, "", "sizes")
 
 
 def _updated(story: Story) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 440  # in the plot's own units; letters are 12 of them, so that they can be read at 330 pixels, too
+WIDTH = 380  # in the plot's own units; letters are 12 of them, so that they can be read on a phone, too
 TEXT = 12
 Points = Sequence[tuple[float, float]]
 
@@ -173,7 +173,7 @@ def line_chart(
             for px, py in line.points if line.dots else ():
                 (dot,) = axes.plot([px], [py], "o", color=colour, markersize=7, markeredgecolor=COLOUR["card"])
                 plot.tip(dot, f"{line.label}: {short(py)} at {short(px)}")
-        axes.set_xlim(min(xs), max(max(xs), min(xs) + 1e-9))
+        axes.set_xlim(0 if zero else min(xs), max(max(xs), min(xs) + 1e-9))
         for limit in limits:
             axes.axhline(limit.value, color=COLOUR[limit.style], linewidth=1.6, linestyle=(0, (5, 4)))
             axes.annotate(
@@ -189,15 +189,15 @@ def line_chart(
         return plot.written(told + "".join(f"; {limit.label}" for limit in limits))
 
 
-def bars(title: str, rows: Sequence[tuple[str, float, str]], style: str = "tuned") -> str:
+def bars(title: str, rows: Sequence[tuple[str, float, str]], styles: Sequence[str] = ("tuned",)) -> str:
     """Horizontal bars: (name, value, how the value is written)."""
     if not rows:
         return ""
     with _settings():
-        plot = _Plot(title, 10 + 30 * len(rows), left=96, right=84, top=2, bottom=2)
+        plot = _Plot(title, 10 + 30 * len(rows), left=92, right=80, top=2, bottom=2)
         axes = plot.axes
         names, values = [name for name, _, _ in rows], [max(value, 0.0) for _, value, _ in rows]
-        drawn = axes.barh(range(len(rows)), values, height=0.64, color=COLOUR[style])
+        drawn = axes.barh(range(len(rows)), values, height=0.64, color=[COLOUR[style] for style in styles])
         for bar, (name, _, words) in zip(drawn, rows, strict=True):
             plot.tip(bar, f"{name}: {words}")
         axes.bar_label(drawn, [words for _, _, words in rows], padding=7, color=COLOUR["ink"])
@@ -216,7 +216,7 @@ def intervals(title: str, rows: Sequence[tuple[str, float, float, float, bool]])
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     with _settings():
-        plot = _Plot(title, 44 + 40 * len(rows), left=116, right=16, bottom=26)
+        plot = _Plot(title, 44 + 40 * len(rows), left=112, right=16, bottom=26)
         axes = plot.axes
         axes.grid(axis="x")
         axes.axvline(0, color=COLOUR["soft"], linewidth=1.6)
