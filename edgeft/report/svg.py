@@ -6,6 +6,7 @@ Every plot has a title and a description that are read aloud, and needs neither 
 from __future__ import annotations
 
 import io
+import logging
 import math
 import re
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ Points = Sequence[tuple[float, float]]
 NAMES = ("tuned", "base", "soft", "line", "fill", "ink", "card", "good", "bad", "c1", "c2", "c3", "c4")
 COLOUR = {name: f"#{0x010203 + i:06x}" for i, name in enumerate(NAMES)} | {"c0": "#010203"}
 SETTINGS = {
+    "svg.hashsalt": "edgeft",  # the same run gives the same file
     "svg.fonttype": "none",  # letters stay letters: small, and they can be searched and copied
     "font.size": TEXT,
     "text.color": COLOUR["ink"],
@@ -121,6 +123,7 @@ class _Plot:
 
 
 def _settings() -> Any:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # otherwise it tells about its font cache
     import matplotlib
 
     return matplotlib.rc_context(SETTINGS)
