@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from edgeft.config import DataConfig
 from edgeft.data.rows import Row, load
 from edgeft.data.tokens import Encoded, encode_rows, prompt_ids
 from edgeft.errors import ConfigError, DataError, ModelError
-from edgeft.evaluate import crowd, leak, llamacpp, metrics
+from edgeft.evaluate import crowd, leak, llamacpp, metrics, quick
 from edgeft.evaluate.ask import Ask, Progress, Said
 from edgeft.evaluate.llamacpp import LlamaFile
 from edgeft.evaluate.paired import bootstrap
@@ -34,7 +35,8 @@ from edgeft.evaluate.score import (
     verdict,
 )
 from edgeft.evaluate.suite import Suite, read_items
-from edgeft.model import demo_model
+from edgeft.model import demo_model, ggml
+from edgeft.model.gguf import GGUF
 from edgeft.model.tokenizer import GgufTokenizer
 
 MODEL = demo_model()
@@ -237,6 +239,34 @@ def test_stream_keeps_characters_whole(file: LlamaFile, monkeypatch: pytest.Monk
     pieces = list(file.stream(file.tokenize("An apple:"), len(tokens)))
     assert "".join(pieces) == wanted
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+# ---------------------------------------------------------------- a copy that is quicker
+
+
+@needs_model
+@pytest.mark.slow
+def test_a_copy_in_float16_says_what_the_file_says(
+    file: LlamaFile, rows: list[Encoded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = [Ask((p := prompt_ids(row).tolist()), [], [row.ids[len(p) :].tolist()], generate=True) for row in rows]
+    with quick.quick(file.path, 5000) as place:
+        assert place != file.path
+        types = Counter(ggml.type_name(info.type) for info in GGUF.open(place).tensors.values())
+        assert types == {"f16": 210, "f32": 61, "q8_0": 1}
+        with LlamaFile(place, threads=1) as copy:
+            found = copy.ask(asks, 8)
+    assert not place.exists()
+    wanted = file.ask(asks, 8)
+    tokens = sum(len(ask.options[0]) for ask in asks)
+    losses = [sum(said.option_nll[0] for said in both) / tokens for both in (wanted, found)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert sum(a.output[:1] == b.output[:1] for a, b in zip(wanted, found, strict=True)) >= len(asks) - 2
+    with quick.quick(file.path, 10) as place:  # too few tokens
+        assert place == file.path
+    monkeypatch.setattr(quick, "MEMORY_SHARE", 0.001)  # too little memory
+    with quick.quick(file.path, 5000) as place:
+        assert place == file.path
 
 
 # ---------------------------------------------------------------- files that cannot be opened

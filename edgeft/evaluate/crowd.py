@@ -76,7 +76,7 @@ class Crowd:
     def run(self) -> list[Said]:
         if not self.waiting:
             return self.said
-        sizes = [sum(len(b.ids) for b in job.planned()) + job.room for job in self.waiting]
+        sizes = [len(j.prompt) + sum(len(o) - 1 for o in j.options.values()) + j.room for j in self.waiting]
         most = max(max(1, len(job.options)) for job in self.waiting)
         branches = sum(max(1, len(job.options)) for job in self.waiting)
         sequences = max(most, min(self.file.parallel, branches))
