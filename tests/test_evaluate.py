@@ -130,7 +130,7 @@ def test_target_logits_do_not_depend_on_chunks(file: LlamaFile, monkeypatch: pyt
     assert whole.dtype == np.float32
     assert (whole[1] == whole[2]).all()
     assert file.detokenize([int(whole[1].argmax())]).strip() == "Paris"  # after "The capital of France is"
-    monkeypatch.setattr(llamacpp, "OUTPUTS", 7)
+    monkeypatch.setattr(llamacpp, "CHUNK", 7)
     with LlamaFile(file.path, threads=1, parallel=1) as fresh:
         assert np.abs(fresh.target_logits(ids, positions) - whole).max() < 1e-3
         every = fresh.target_logits(ids, range(len(ids)))

@@ -32,6 +32,8 @@ BATCH = 256  # most tokens in one call of llama_decode; more are hardly faster, 
 OUTPUTS = 64  # most logits of one call (4 bytes × vocabulary each); llama.cpp wants at least as many as sequences
 CELLS = 4096  # most KV cells, each for one token of one or several rows, unless one row alone needs more
 CACHE_BYTES = 256 << 20  # of keys and values: fewer cells for large models
+F32, F16 = 0, 1  # ggml's numbers of types
+CHUNK = 32  # tokens of one row read in one call, where it is alone
 FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED: cells of other rows are skipped, not multiplied and masked
 ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
 
@@ -120,7 +122,7 @@ class LlamaFile:
         self.parallel = parallel
         # a recurrent state cannot be cut back to a prefix
         self._cuttable = not (api.llama_model_is_recurrent(self._model) or api.llama_model_is_hybrid(self._model))
-        self._sequences = 0
+        self._sequences, self._kind = 0, F32
         self.cells = 0  # of the KV cache
         self.used = 0
         self.held = Branch(0)  # what was read last stays, for rows that begin alike
@@ -226,7 +228,7 @@ class LlamaFile:
     ) -> Generator[str, None, bool]:
         """One answer in pieces of whole characters; returns whether the model ended it. Temperature 0: greedy."""
         ids = [int(i) for i in prompt]
-        self.ready(self.n_ctx, 1)  # whole from the start: a conversation grows
+        self.ready(self.n_ctx, 1, kind=F16)  # whole from the start: a conversation grows
         random = np.random.default_rng(seed)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         room = min(max_new, self.n_ctx - len(ids) + 1)
@@ -251,15 +253,19 @@ class LlamaFile:
 
     # ------------------------------------------------------------ the KV cache
 
-    def ready(self, needed: int, sequences: int, wished: int = 0) -> None:
-        """Have a KV cache of `needed` cells, of `wished` if the memory for keys and values allows."""
+    def ready(self, needed: int, sequences: int, wished: int = 0, kind: int = F32) -> None:
+        """Have a KV cache of `needed` cells, of `wished` if the memory for keys and values allows.
+
+        In float16, llama.cpp also sums in float16, and many tokens otherwise than few: what a row gets would depend on
+        the others. Scores take float32; a conversation, which is alone, half the memory.
+        """
         api = self._api
         heads = max(api.llama_model_n_head(self._model), 1)
         width = api.llama_model_n_embd(self._model) // heads * api.llama_model_n_head_kv(self._model)
-        cell_bytes = 2 * 2 * max(width, 1) * api.llama_model_n_layer(self._model)  # keys and values, float16
+        cell_bytes = 2 * (2 if kind == F16 else 4) * max(width, 1) * api.llama_model_n_layer(self._model)
         cells = max(needed, min(wished, CACHE_BYTES // cell_bytes))
         cells += -cells % 256  # llama.cpp's own step
-        if self.cells >= cells and self._sequences > sequences:
+        if self.cells >= cells and self._sequences > sequences and self._kind == kind:
             return
         if self._ctx:
             api.llama_free(self._ctx)
@@ -268,6 +274,7 @@ class LlamaFile:
         params.n_seq_max = sequences + 1  # the first is what is held
         params.kv_unified = True  # one cell can belong to several sequences
         params.flash_attn_type = FLASH_ATTENTION
+        params.type_k = params.type_v = kind
         params.swa_full = True  # sliding-window layers keep everything, so that a prefix stays usable
         params.n_batch = params.n_ubatch = BATCH
         params.n_outputs_max = params.n_outputs_max_per_seq = OUTPUTS
@@ -282,7 +289,7 @@ class LlamaFile:
                 "take shorter rows or a smaller model",
             )
         self._memory = api.llama_get_memory(self._ctx)
-        self.cells, self._sequences = cells, sequences + 1
+        self.cells, self._sequences, self._kind = cells, sequences + 1, kind
 
     def fits(self, tokens: int) -> None:
         """Refuse a row that is longer than the context."""
@@ -335,7 +342,7 @@ class LlamaFile:
         self.held.wanted = dict.fromkeys(wanted)
         while len(self.held.ids) < len(ids):
             start = len(self.held.ids)
-            steps = [Step(ids[p], p, Cell(), [self.held]) for p in range(start, min(start + OUTPUTS, len(ids)))]
+            steps = [Step(ids[p], p, Cell(), [self.held]) for p in range(start, min(start + CHUNK, len(ids)))]
             self.held.ids += [step.token for step in steps]
             self.take(self.held, [step.cell for step in steps])
             yield from ((step.position, logits) for step, logits in self.decode(steps))
