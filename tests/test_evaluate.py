@@ -51,6 +51,18 @@ def file() -> Iterator[LlamaFile]:
 
 
 @pytest.fixture(scope="module")
+def exact() -> Iterator[LlamaFile]:
+    """The same weights in float32. Packed ones are multiplied with tokens that are rounded to 8 bits, which makes a
+    difference in the last bit one of half a per cent: whether the right tokens were read is seen only without."""
+    assert MODEL
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quick, "WIDE", ggml.F32)
+        with quick.quick(MODEL, 5000) as place, LlamaFile(place, threads=1) as opened:
+            assert place != MODEL
+            yield opened
+
+
+@pytest.fixture(scope="module")
 def tokenizer() -> GgufTokenizer:
     assert MODEL
     return GgufTokenizer(MODEL)
@@ -141,16 +153,16 @@ def test_target_logits_do_not_depend_on_chunks(file: LlamaFile, monkeypatch: pyt
 
 @needs_model
 @pytest.mark.slow
-def test_loss_with_shared_prefixes_is_that_of_each_row(file: LlamaFile, rows: list[Encoded]) -> None:
-    text = np.array(file.tokenize("Cheese ripens slowly in a cool and humid place."), np.int32)
+def test_loss_with_shared_prefixes_is_that_of_each_row(exact: LlamaFile, rows: list[Encoded]) -> None:
+    text = np.array(exact.tokenize("Cheese ripens slowly in a cool and humid place."), np.int32)
     everything = np.arange(len(text)) > 0  # trained from the second token on: no prefix can be skipped
     mixed = [*rows, Encoded(text, everything, Row([], [], text="…")), Encoded(text, everything, Row([], [], text="…"))]
     seen: list[int] = []
-    total, targets = file.loss(mixed, progress=lambda done, _: seen.append(done))
+    total, targets = exact.loss(mixed, progress=lambda done, _: seen.append(done))
     assert targets == sum(int(row.trained.sum()) for row in mixed)
     assert seen == sorted(set(seen))
     assert seen[-1] == len(mixed)
-    with LlamaFile(file.path, threads=1) as plain:
+    with LlamaFile(exact.path, threads=1) as plain:
         for row in mixed:
             at = np.flatnonzero(row.trained)
             forget(plain)
@@ -189,18 +201,18 @@ def test_greedy_is_the_likeliest_token_each_time(file: LlamaFile) -> None:
 
 @needs_model
 @pytest.mark.slow
-def test_parallel_answers_are_those_of_one_row_at_a_time(file: LlamaFile, rows: list[Encoded]) -> None:
+def test_parallel_answers_are_those_of_one_row_at_a_time(exact: LlamaFile, rows: list[Encoded]) -> None:
     prompts = [prompt_ids(row).tolist() for row in rows]
-    assert file.generate(prompts, 8) == one_by_one(file.path, prompts, 8)
+    assert exact.generate(prompts, 8) == one_by_one(exact.path, prompts, 8)
 
 
 @needs_model
-def test_parallel_answers_without_a_shared_prefix(file: LlamaFile) -> None:
+def test_parallel_answers_without_a_shared_prefix(exact: LlamaFile) -> None:
     texts = ["Once upon a time", "2 + 2 =", "Roses are red, violets are", "Water", "<|im_start|>user\nHi", "The sun"]
-    prompts = [file.tokenize(text) for text in texts * 2]
-    with LlamaFile(file.path, threads=1, parallel=3) as three:  # more rows than places, each of them twice
+    prompts = [exact.tokenize(text) for text in texts * 2]
+    with LlamaFile(exact.path, threads=1, parallel=3) as three:  # more rows than places, each of them twice
         found = three.generate(prompts, 6)
-    assert found[:6] == found[6:] == one_by_one(file.path, prompts[:6], 6)
+    assert found[:6] == found[6:] == one_by_one(exact.path, prompts[:6], 6)
 
 
 @needs_model
@@ -377,33 +389,33 @@ def test_one_pass_gives_what_single_ones_give(file: LlamaFile) -> None:
 @needs_model
 @pytest.mark.slow
 def test_a_row_does_not_depend_on_its_company(
-    file: LlamaFile, rows: list[Encoded], monkeypatch: pytest.MonkeyPatch
+    exact: LlamaFile, rows: list[Encoded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many rows at once, and few in a cache that they fill: the same, to less than an exported file differs by."""
-    text = file.tokenize("Cheese ripens slowly in a cool and humid place.")
-    options = [file.tokenize(word, add_bos=False) for word in (" milk", " a lot of milk", " a lot", " wood", " honey")]
+    """Many rows at once, and few in a cache that they fill."""
+    text = exact.tokenize("Cheese ripens slowly in a cool and humid place.")
+    options = [exact.tokenize(word, add_bos=False) for word in (" milk", " a lot of milk", " a lot", " wood", " honey")]
     asks = [
         *(Ask((p := prompt_ids(row).tolist()), [], [row.ids[len(p) :].tolist()], generate=True) for row in rows),
         Ask(text, list(range(1, len(text)))),
-        Ask(file.tokenize("Question: What do bees make?\nAnswer:"), [2, 5], options),
+        Ask(exact.tokenize("Question: What do bees make?\nAnswer:"), [2, 5], options),
         Ask(text, [3], options[:1], generate=True),
         Ask(text),  # nothing is wanted of it
     ]
-    forget(file)
-    wide = file.ask(asks, 8)
-    assert file.used == len(file.held.cells)  # all others were given back
-    forget(file)
-    assert file.ask(asks, 8) == wide  # to the last bit
+    forget(exact)
+    wide = exact.ask(asks, 8)
+    assert exact.used == len(exact.held.cells)  # all others were given back
+    forget(exact)
+    assert exact.ask(asks, 8) == wide  # to the last bit
     monkeypatch.setattr(crowd, "CELLS", 256)
     monkeypatch.setattr(crowd, "OPTIONS", 2)
     monkeypatch.setattr(crowd, "BATCH", 40)
-    with LlamaFile(file.path, threads=1, parallel=3) as narrow:
+    with LlamaFile(exact.path, threads=1, parallel=3) as narrow:
         few = narrow.ask(asks[::-1], 8)[::-1]
         assert narrow.cells == 256
-    for ask, one, other in zip(asks, wide, few, strict=True):
-        assert other.prompt_nll == pytest.approx(one.prompt_nll, abs=0.01 * max(1, len(ask.targets)))
-        assert other.option_nll == pytest.approx(one.option_nll, rel=2e-3, abs=0.02)
-    assert sum(a.output == b.output for a, b in zip(wide, few, strict=True)) >= len(asks) - 1
+    for one, other in zip(wide, few, strict=True):
+        assert other.prompt_nll == pytest.approx(one.prompt_nll, rel=1e-3, abs=1e-3)
+        assert other.option_nll == pytest.approx(one.option_nll, rel=1e-3, abs=1e-3)
+        assert other.output == one.output
     assert wide[-1] == Said()
 
 

@@ -20,6 +20,7 @@ from edgeft.model.gguf import GGUF, NewTensor, TensorInfo, write
 # llama.cpp multiplies these with one token at a time, on any processor: they are neither in its sgemm.cpp nor in its
 # repack.cpp. Of Q4_1 it reads 270 tokens/s on two cores with AVX-512, of float16 580.
 SLOW = ("q4_1", "q5_1", "q3_k", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs")
+WIDE = ggml.F16
 LEAST_TOKENS = 1000  # fewer are read before the copy is made
 MEMORY_SHARE = 0.25  # of what is available: a copy is never worth swapping
 
@@ -57,6 +58,6 @@ def _widened(base: GGUF, info: TensorInfo) -> NewTensor:
     def values() -> np.ndarray:
         dense = np.empty((rows, columns), np.float32)
         ggml.unpack(base.bytes(info.name), info.type, dense)
-        return ggml.pack(dense, ggml.F16)
+        return ggml.pack(dense, WIDE)
 
-    return NewTensor(info.name, info.shape, ggml.F16, 2 * rows * columns, values)
+    return NewTensor(info.name, info.shape, WIDE, rows * ggml.row_bytes(WIDE, columns), values)
