@@ -197,6 +197,11 @@ class ExportConfig:
 class EvalConfig:
     rows: int = knob(200, "at most so many held-out rows are scored", low=1)
     max_new_tokens: int = knob(32, "longest answer in tokens", low=1)
+    unpack: bool = knob(
+        True,
+        "weights in types that llama.cpp multiplies slowly (Q4_1, Q5_1, Q3_K, IQ…) are scored from a float16 copy in "
+        "memory, where a quarter of the free memory holds it",
+    )
 
 
 @dataclass

@@ -95,7 +95,8 @@ def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]
         "skipped": len(dataset.skipped),
         "cut": sum(1 for r in train + heldout if r.cut_tokens),
     }
-    run.log(event="prepare", format=dataset.format, seconds=round(time.monotonic() - started, 2), **counts)
+    seconds, machine = round(time.monotonic() - started, 2), device.this_machine().about.removeprefix("this machine: ")
+    run.log(event="prepare", format=dataset.format, seconds=seconds, machine=machine, **counts)
     lost_text = f", {counts['dropped'] + counts['skipped']} left out" if counts["dropped"] + counts["skipped"] else ""
     progress.line(
         f"data: {len(train)} rows to train on, {len(heldout)} held out ({dataset.split}), "

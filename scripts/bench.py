@@ -300,7 +300,7 @@ def main() -> None:
     has_plots = importlib.util.find_spec("matplotlib") is not None
     with told():
         if args.plot and not has_plots:
-            raise BenchError("no plot without matplotlib: pip install -e '.[bench]'")
+            raise BenchError("no plot without matplotlib: pip install matplotlib")
         args.only = importable(list(dict.fromkeys(args.only)))
         if not args.only:
             sys.exit(1)
@@ -314,7 +314,7 @@ def main() -> None:
         if has_plots:
             figures.plot(results, title, args.plot or args.out.with_suffix(".png"))
         else:
-            print("no plot without matplotlib: pip install -e '.[bench]'", file=sys.stderr)
+            print("no plot without matplotlib: pip install matplotlib", file=sys.stderr)
 
 
 if __name__ == "__main__":

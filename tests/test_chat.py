@@ -28,13 +28,13 @@ def test_a_second_turn_knows_the_first_and_computes_only_what_is_new(monkeypatch
             {"role": "assistant", "content": "".join(pieces).strip()},
         ]
         decoded: list[int] = []
-        real = talk.file._decode
+        real = talk.file.decode
 
-        def counting(slots, tokens, positions, flags):  # type: ignore[no-untyped-def]
-            decoded.append(len(tokens))
-            real(slots, tokens, positions, flags)
+        def counting(steps):  # type: ignore[no-untyped-def]
+            decoded.append(len(steps))
+            return real(steps)
 
-        monkeypatch.setattr(talk.file, "_decode", counting)
+        monkeypatch.setattr(talk.file, "decode", counting)
         second = "".join(talk.ask("And now goodbye."))
         whole = talk._fit()
         assert 0 < decoded[0] < len(whole) // 2  # the first turn was not read again

@@ -6,8 +6,11 @@ import html.parser
 import json
 import re
 import shutil
-import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +22,8 @@ from edgeft.report.story import compare_files, summary, tell
 from edgeft.run import Run
 from tests.conftest import Edgeft
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+screenshots: Any = import_module("screenshots")
 
 PAIR = {
     "question": "How <often>?",
@@ -72,6 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
             "time": 0,
             "event": "prepare",
             "format": "question/answer",
+            "machine": "Cortex-A76, 4 cores, 7.9 GiB",
             "seconds": 1.5,
             "train_rows": 512,
             "heldout_rows": 64,
@@ -168,12 +173,13 @@ def test_report_tells_the_story(run: Run) -> None:
     assert "&lt;often&gt;" in text
     assert "<often>" not in text
     assert "<b>often</b>" not in text  # a model's output is never markup
-    assert "<ins>every</ins>" in text.replace("<ins>every 17 days</ins>", "<ins>every</ins>")
+    assert "<ins>every 17 days</ins>" in text
     assert "Worse?" in text
     assert "ollama create my-run" in text
     assert "block 3, q: moved by" in text
     assert "block 4, q" not in text
     assert "lm-evaluation-harness" in text
+    assert "Cortex-A76, 4 cores, 7.9 GiB" in text
     assert "prefers-color-scheme: dark" in text
 
 
@@ -249,15 +255,7 @@ def test_words() -> None:
 def test_difference_is_marked_by_words() -> None:
     assert difference_marked("a b c", "a x c") == ("a <del>b</del> c", "a <ins>x</ins> c")
     assert difference_marked("<i>", "") == ("<del>&lt;i&gt;</del>", "")
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.2, 7.3), (-3, 84), (5, 5), (0, 2e9), (-0.004, 0.001)])
-def test_ticks_hold_all_values(low: float, high: float) -> None:
-    found = svg.ticks(low, high)
-    assert found[0] <= low
-    assert found[-1] >= high - 1e-12
-    assert len(found) <= 8
-    assert found == sorted(set(found))
+    assert difference_marked("", "every 17 days")[1] == "<ins>every 17 days</ins>"  # one mark, not three
 
 
 def test_plots_of_little_or_nothing() -> None:
@@ -268,34 +266,53 @@ def test_plots_of_little_or_nothing() -> None:
     assert "inf" not in one
 
 
+def test_plots_have_the_pages_colours_and_names_of_their_own() -> None:
+    dots = [svg.Line("held-out <loss>", [(1, 2.0), (2, 1.0)], "tuned", dots=True)]
+    drawn = svg.line_chart("Loss", dots, "step", "nats") + svg.line_chart("Loss again", dots, "step", "nats")
+    assert not re.findall("#[0-9a-f]{6}", drawn)  # a colour of its own would not follow light and dark
+    assert "var(--tuned)" in drawn
+    names = re.findall(' id="([^"]+)"', drawn)
+    assert names
+    assert len(names) == len(set(names))
+    assert set(re.findall('href="#([^"]+)"', drawn)) <= set(names)
+    assert "held-out &lt;loss&gt;: 1 at 2" in drawn
+    assert "DejaVu" not in drawn
+
+
+# ---------------------------------------------------------------- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[screenshots.Browser]:
+    if not (screenshots.DRIVER and screenshots.CHROMIUM):
+        pytest.skip("there is no browser: apt-get install chromium chromium-driver")
+    with screenshots.Browser() as opened:
+        yield opened
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_report_in_a_browser(run: Run, tmp_path: Path, width: int) -> None:
-    """Every figure is drawn, nothing is logged, and nothing is wider than the window."""
-    assert CHROMIUM
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000"]
-    as_made = write_report(run, out=tmp_path / "r.html")
-
-    def opened(path: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([CHROMIUM or "", *flags, "--dump-dom", f"file://{path}"], capture_output=True, text=True)
-
-    shown = opened(as_made)
-    assert ":CONSOLE" not in shown.stderr, shown.stderr
-    assert all(f"<title>{title}</title>" in shown.stdout for title in FIGURES.values())
-    # Measured from a page around it (a window cannot be made as narrow as a phone): the report itself has no script.
-    inside = json.dumps(re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", as_made.read_text()))
-    (tmp_path / "around.html").write_text(
-        f"""<title></title><iframe id="f" style="width: {width}px; height: 900px; border: 0"></iframe><script>
-        f.onload = () => {{ const d = f.contentDocument, svgs = [...d.querySelectorAll('svg')]
-            document.title = JSON.stringify({{ wide: d.documentElement.scrollWidth, drawn: svgs.length,
-                empty: svgs.filter(s => s.getBoundingClientRect().height < 8).length }}) }}
-        f.srcdoc = {inside.replace("</", "<" + chr(92) + "/")}</script>"""
-    )
-    title = re.search(r"<title>(.*?)</title>", opened(tmp_path / "around.html").stdout)
-    assert title
-    found = json.loads(title[1])
-    assert found["wide"] <= width
+def test_report_in_a_browser(run: Run, browser: screenshots.Browser, tmp_path: Path, width: int, dark: bool) -> None:
+    """Every figure is drawn, letters can be read, nothing is logged, and nothing is wider than the window."""
+    found = browser.show(write_report(run, [run], tmp_path / "r.html"), width, dark)
+    assert browser.logged() == []
+    assert set(FIGURES.values()) <= set(found["titles"])
     assert found["empty"] == 0
-    assert found["drawn"] >= len(FIGURES)
+    assert found["window"] == width
+    assert found["wide"] <= width
+    assert found["small"] >= 10
+    red = int(re.findall(r"\d+", found["background"])[0])
+    assert (red < 64) == dark
+
+
+@pytest.mark.slow
+def test_an_error_would_be_seen(browser: screenshots.Browser, tmp_path: Path) -> None:
+    """The two checks above can fail."""
+    page = tmp_path / "bad.html"
+    page.write_text(
+        "<meta name=viewport content='width=device-width'><svg><title>t</title><text>a</text></svg>"
+        "<div style='width: 900px'>wide</div><script>console.error('broken')</script>"
+    )
+    assert browser.show(page, 390)["wide"] > 390
+    assert any("broken" in line for line in browser.logged())

@@ -52,15 +52,16 @@ class Subject:
         return f"{model_id(self.source)}|{model_id(str(file))}|{changed}|{self.trainer}"
 
     @contextmanager
-    def opened(self, longest: int) -> Iterator[tuple[Scorer, Tokenizer]]:
-        """`longest`: tokens of the longest row, its answer included."""
+    def opened(self, longest: int, tokens: int = 0) -> Iterator[tuple[Scorer, Tokenizer]]:
+        """`longest`: tokens of the longest row, its answer included; `tokens`: of all rows, if that may be hurried."""
         from edgeft.model.tokenizer import open_tokenizer
 
         tokenizer = open_tokenizer(self.source)
         if not self.trainer:
             from edgeft.evaluate.llamacpp import LlamaFile
+            from edgeft.evaluate.quick import quick
 
-            with LlamaFile(self.source, n_ctx=max(2048, 4 * longest)) as file:
+            with quick(self.source, tokens) as place, LlamaFile(place, n_ctx=max(2048, 4 * longest)) as file:
                 yield file, tokenizer
             return
         from edgeft.evaluate.trainer import StackScorer
@@ -90,7 +91,7 @@ def score_subject(
         found = None if again else from_json(store.read_json(kept) or {})
         if found:
             return found
-    longest = max(len(i.ask.prompt) + max([len(o) for o in i.ask.options], default=0) for i in items) + max_new
+    lengths = [len(i.ask.prompt) + max([len(o) for o in i.ask.options], default=0) + max_new for i in items]
     progress.stage(f"evaluate {subject.who} model", len(items))
     done = 0
 
@@ -100,7 +101,7 @@ def score_subject(
         done = now
 
     started = time.monotonic()
-    with subject.opened(longest) as (scorer, tokenizer):
+    with subject.opened(max(lengths), sum(lengths) if suite.eval.unpack else 0) as (scorer, tokenizer):
         scores = score_items(scorer, tokenizer, items, max_new, suite, advance)
     progress.end()
     if store and kept:

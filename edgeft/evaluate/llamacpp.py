@@ -1,6 +1,6 @@
 """One GGUF file in llama.cpp, in this process: tokens, losses, answers.
 
-A token that several rows share at their start is computed once, and results are those of each row on its own.
+A token that several rows share at their start is computed once, and which rows are computed together does not matter.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float32]
 
-# Most tokens in one call of llama_decode. From 64 on, the CPU's attention takes another path, which rounds otherwise: a
-# row's logits would depend on how much of it was computed before. 32 is as fast, to within 10 %.
-BATCH = 32
-CELLS = 8192  # most KV cells (tokens x sequences), unless one row alone needs more
-FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED; without it, one token is rounded otherwise than several
+BATCH = 256  # most tokens in one call of llama_decode; more are hardly faster, and their buffers grow
+OUTPUTS = 64  # most logits of one call (4 bytes × vocabulary each); llama.cpp wants at least as many as sequences
+CELLS = 4096  # most KV cells, each for one token of one or several rows, unless one row alone needs more
+CACHE_BYTES = 256 << 20  # of keys and values: fewer cells for large models
+F32, F16 = 0, 1  # ggml's numbers of types
+CHUNK = 32  # tokens of one row read in one call, where it is alone
+FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED: cells of other rows are skipped, not multiplied and masked
 ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
 
 _errors: deque[str] = deque(maxlen=8)  # what llama.cpp said went wrong, newest last
@@ -59,29 +61,47 @@ def _library() -> Any:
 
 
 @dataclass(eq=False)
-class _Slot:
-    """One sequence of the KV cache and the tokens it holds, token i in its cell i."""
+class Cell:
+    """One token in the KV cache; free when no branch goes through it."""
 
-    seq: int
-    ids: list[int] = field(default_factory=list)
+    branches: int = 0
 
 
 @dataclass(eq=False)
-class _Job:
-    """One answer in the making: `output[-1]` is chosen and not yet decoded."""
+class Branch:
+    """One sequence: its tokens from the row's start, each in a cell of the KV cache or about to get one."""
 
-    slot: _Slot
-    output: list[int]
-    room: int  # most tokens the answer may have
+    seq: int
+    ids: list[int] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
+    wanted: dict[int, int | None] = field(default_factory=dict)  # position → the next token whose likelihood is wanted
+    nll: dict[int, float] = field(default_factory=dict)  # position → nats of that token
+    likeliest: dict[int, int] = field(default_factory=dict)  # position → the likeliest next token
+    first: int = 0  # position of the first of its steps; what stands before is in the cache
+    steps: list[Step] = field(default_factory=list)  # also those that it shares with other branches
+
+
+@dataclass(eq=False)
+class Step:
+    """One token to be computed, for all branches that go through it."""
+
+    token: int
+    position: int
+    cell: Cell
+    branches: list[Branch]
+
+    @property
+    def asked(self) -> bool:
+        return any(self.position in branch.wanted for branch in self.branches)
 
 
 class LlamaFile:
     """A GGUF file opened in llama.cpp. The KV cache is made when rows come, and as large as they need."""
 
-    def __init__(self, path: str | Path, n_ctx: int = 0, threads: int = 0, parallel: int = 8) -> None:
-        """n_ctx: longest row, answer included, 0 = the model's own; threads 0: all cores; parallel: answers at once."""
-        if not 1 <= parallel <= BATCH:
-            raise ValueError(f"parallel is {parallel}, and must be from 1 to {BATCH}")
+    def __init__(self, path: str | Path, n_ctx: int = 0, threads: int = 0, parallel: int = OUTPUTS - 1) -> None:
+        """n_ctx: longest row, answer included, 0 = the model's own; threads 0: all cores; parallel: rows at once."""
+        if not 1 <= parallel < OUTPUTS:
+            raise ValueError(f"parallel is {parallel}, and must be from 1 to {OUTPUTS - 1}")
         self.path = Path(path)
         self._model: Any = None
         self._ctx: Any = None
@@ -102,8 +122,10 @@ class LlamaFile:
         self.parallel = parallel
         # a recurrent state cannot be cut back to a prefix
         self._cuttable = not (api.llama_model_is_recurrent(self._model) or api.llama_model_is_hybrid(self._model))
-        self._slots: list[_Slot] = []
-        self._slot_tokens = 0  # cells of each slot
+        self._sequences, self._kind = 0, F32
+        self.cells = 0  # of the KV cache
+        self.used = 0
+        self.held = Branch(0)  # what was read last stays, for rows that begin alike
         self._make_batch()
 
     def __enter__(self) -> Self:
@@ -168,20 +190,14 @@ class LlamaFile:
         where = [int(p) for p in positions]
         if any(not 0 <= p < len(row) for p in where):
             raise ValueError(f"positions must lie in a row of {len(row)} tokens")
-        found = {p: logits.copy() for p, logits in self._read(row, sorted(set(where)))}
-        return np.stack([found[p] for p in where]) if where else np.zeros((0, self.vocab_size), np.float32)
+        if not where:
+            return np.zeros((0, self.vocab_size), np.float32)
+        end = max(where) + 1  # nothing is asked of what follows
+        self.ready(end, 1)
+        found = {p: logits.copy() for p, logits in self._extend(row[:end], sorted(set(where)))}
+        return np.stack([found[p] for p in where])
 
-    def _read(self, ids: list[int], wanted: Sequence[int]) -> Iterator[tuple[int, Floats]]:
-        """Run a row on its own and give the logits at the wanted positions (ascending), one view at a time."""
-        if not wanted:
-            return
-        end = wanted[-1] + 1  # nothing is asked of what follows
-        self._ready(end)
-        slot = max(self._slots, key=lambda s: _common(s.ids, ids, wanted[0]))
-        start = self._reuse(slot, ids, limit=wanted[0])
-        yield from self._extend(slot, ids[:end], start, wanted)
-
-    # ------------------------------------------------------------ generation
+    # ------------------------------------------------------------ loss and answers
 
     def loss(self, rows: Sequence[Encoded], progress: Progress | None = None) -> tuple[float, int]:
         """Sum of the negative log-likelihoods (nats) of all trained tokens, and how many there are."""
@@ -198,92 +214,9 @@ class LlamaFile:
 
     def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Said]:
         """Everything that is wanted of each prompt, from one pass over it; what prompts share is computed once."""
-        said = [Said(0.0, [0.0] * len(ask.options), [False] * len(ask.options)) for ask in asks]
-        if not all(ask.prompt for ask in asks):
-            raise ValueError("a prompt needs at least one token")
-        if not asks:
-            return said
-        answers = max_new > 0 and any(ask.generate for ask in asks)
-        self._ready(
-            max(len(ask.prompt) + max([len(o) - 1 for o in ask.options], default=0) for ask in asks),
-            max(len(ask.prompt) for ask in asks) + max_new - 1 if answers else 0,
-            min(self.parallel, len(asks)) if answers else 1,
-        )
-        waiting = deque(sorted(range(len(asks)), key=lambda i: asks[i].prompt))  # neighbours share prefixes
-        running: list[_Job] = []
-        finished = 0
-        while waiting or running:
-            while waiting and len(running) < len(self._slots):
-                row = waiting.popleft()
-                job = self._admit(asks[row], said[row], max_new, [other.slot for other in running])
-                if job:
-                    running.append(job)
-                else:
-                    finished += 1
-                    if progress:
-                        progress(finished, len(asks))
-            going = [job for job in running if not self._ended(job)]
-            if progress and len(going) < len(running):
-                finished += len(running) - len(going)
-                progress(finished, len(asks))
-            if len(going) == len(running) and going:  # otherwise first fill the places that became free
-                self._step(going)
-            running = going
-        for one in said:
-            if one.output and self.eog(one.output[-1]):
-                one.output.pop()
-        return said
+        from edgeft.evaluate.crowd import Crowd
 
-    def _admit(self, ask: Ask, said: Said, max_new: int, busy: list[_Slot]) -> _Job | None:
-        """Read a prompt into a free slot, score what is to be scored, and begin the answer if one is wanted."""
-        ids, last = ask.prompt, len(ask.prompt) - 1
-        generate = ask.generate and max_new > 0
-        order = sorted(range(len(ask.options)), key=ask.options.__getitem__)  # neighbours share their start
-        option = ask.options[order[0]] if order else []
-        row = ids + option[:-1]  # the first option is read with the prompt, in the same calls
-        wanted = sorted({t - 1 for t in ask.targets} | (set(range(last, len(row))) if generate or order else set()))
-        if not wanted:
-            return None
-        # The slot least like this prompt is the least likely to serve those after it.
-        slot = min((s for s in self._slots if s not in busy), key=lambda s: _common(s.ids, ids, wanted[0]))
-        start = self._reuse(slot, ids, limit=wanted[0])  # a wanted position is always decoded: its logits are needed
-        targets = set(ask.targets)
-        after: list[Floats] = []  # logits after the prompt and after each token of the current option
-        for position, logits in self._extend(slot, row[: wanted[-1] + 1], start, wanted):
-            if position + 1 in targets:
-                said.prompt_nll += _surprise(logits, ids[position + 1])
-            if position >= last and (generate or order):
-                after.append(logits.copy())
-        for i in order:
-            shared = _common(option, ask.options[i], min(len(after), len(ask.options[i])) - 1)
-            option, after = ask.options[i], after[: shared + 1]
-            self._cut(slot, len(ids) + shared)
-            row = ids + option[:-1]
-            rest = range(len(ids) + shared, len(row))
-            after += [logits.copy() for _, logits in self._extend(slot, row, len(ids) + shared, rest)]
-            said.option_nll[i] = sum(_surprise(a, token) for a, token in zip(after, option, strict=True))
-            said.option_greedy[i] = all(int(a.argmax()) == token for a, token in zip(after, option, strict=True))
-        if not generate:
-            return None
-        # As long as the likeliest token is the option's own, the answer needs no further step.
-        said.output = [int(after[0].argmax())]
-        room = min(max_new, self.n_ctx - len(ids) + 1)
-        while len(said.output) < min(room, len(after)) and said.output[-1] == option[len(said.output) - 1]:
-            if self.eog(said.output[-1]):
-                break
-            said.output.append(int(after[len(said.output)].argmax()))
-        self._cut(slot, len(ids) + len(said.output) - 1)
-        return _Job(slot, said.output, room)
-
-    def _ended(self, job: _Job) -> bool:
-        return len(job.output) >= job.room or self.eog(job.output[-1])
-
-    def _step(self, jobs: list[_Job]) -> None:
-        """One more token for each."""
-        slots = [job.slot for job in jobs]
-        self._decode(slots, [job.output[-1] for job in jobs], [len(s.ids) for s in slots], [True] * len(jobs))
-        for i, job in enumerate(jobs):
-            job.output.append(int(self._logits(i).argmax()))
+        return Crowd(self, asks, max_new, progress).run()
 
     def stream(
         self,
@@ -295,16 +228,13 @@ class LlamaFile:
     ) -> Generator[str, None, bool]:
         """One answer in pieces of whole characters; returns whether the model ended it. Temperature 0: greedy."""
         ids = [int(i) for i in prompt]
-        self._ready(len(ids), self.n_ctx)  # whole from the start: a conversation grows
+        self.ready(self.n_ctx, 1, kind=F16)  # whole from the start: a conversation grows
         random = np.random.default_rng(seed)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        limit = len(ids) - 1
-        slot = max(self._slots, key=lambda s: _common(s.ids, ids, limit))
-        start = self._reuse(slot, ids, limit)
         room = min(max_new, self.n_ctx - len(ids) + 1)
         ended = False
         if room > 0:
-            ((_, logits),) = self._extend(slot, ids, start, [limit])
+            ((_, logits),) = self._extend(ids, [len(ids) - 1])
             for left in range(room - 1, -1, -1):
                 token = _choose(logits, temperature, top_p, random)
                 ended = self.eog(token)
@@ -314,8 +244,8 @@ class LlamaFile:
                 if text:
                     yield text
                 if left:
-                    self._decode([slot], [token], [len(slot.ids)], [True])
-                    logits = self._logits(0)
+                    ids.append(token)
+                    ((_, logits),) = self._extend(ids, [len(ids) - 1])
         rest = decoder.decode(b"", final=True)
         if rest:
             yield rest
@@ -323,127 +253,138 @@ class LlamaFile:
 
     # ------------------------------------------------------------ the KV cache
 
-    def _ready(self, needed: int, wished: int = 0, sequences: int = 1) -> None:
-        """Have a KV cache for rows of `needed` tokens, of `wished` if the context allows."""
-        if needed > self.n_ctx:
-            raise ModelError(
-                f"a row of {needed} tokens does not fit in a context of {self.n_ctx}",
-                "shorten the row or open the file with a longer context",
-            )
-        tokens = min(max(needed, wished), self.n_ctx)
-        tokens += -tokens % 256  # llama.cpp's own step
-        sequences = max(1, min(sequences, CELLS // tokens))
-        if self._slot_tokens >= tokens and len(self._slots) >= sequences:
-            return
+    def ready(self, needed: int, sequences: int, wished: int = 0, kind: int = F32) -> None:
+        """Have a KV cache of `needed` cells, of `wished` if the memory for keys and values allows.
+
+        In float16, llama.cpp also sums in float16, and many tokens otherwise than few: what a row gets would depend on
+        the others. Scores take float32; a conversation, which is alone, half the memory.
+        """
         api = self._api
+        heads = max(api.llama_model_n_head(self._model), 1)
+        width = api.llama_model_n_embd(self._model) // heads * api.llama_model_n_head_kv(self._model)
+        cell_bytes = 2 * (2 if kind == F16 else 4) * max(width, 1) * api.llama_model_n_layer(self._model)
+        cells = max(needed, min(wished, CACHE_BYTES // cell_bytes))
+        cells += -cells % 256  # llama.cpp's own step
+        if self.cells >= cells and self._sequences > sequences and self._kind == kind:
+            return
         if self._ctx:
             api.llama_free(self._ctx)
         params = api.llama_context_default_params()
-        params.n_ctx = tokens * sequences
-        params.n_seq_max = sequences
-        # Cells of its own for each sequence: each sums over its cells in the order it would alone, to the same bits.
-        params.kv_unified = False
+        params.n_ctx = cells
+        params.n_seq_max = sequences + 1  # the first is what is held
+        params.kv_unified = True  # one cell can belong to several sequences
         params.flash_attn_type = FLASH_ATTENTION
+        params.type_k = params.type_v = kind
         params.swa_full = True  # sliding-window layers keep everything, so that a prefix stays usable
         params.n_batch = params.n_ubatch = BATCH
-        params.n_outputs_max = params.n_outputs_max_per_seq = BATCH  # logits are kept for as many
+        params.n_outputs_max = params.n_outputs_max_per_seq = OUTPUTS
         params.n_threads = params.n_threads_batch = self.threads
         _errors.clear()
         self._ctx = api.llama_init_from_model(self._model, params)
-        self._slots, self._slot_tokens = [], 0
+        self.held, self.used, self.cells, self._sequences = Branch(0), 0, 0, 0
         if not self._ctx:
             said = f": {_errors[0]}" if _errors else ""
             raise ModelError(
-                f"llama.cpp cannot make {sequences} contexts of {tokens} tokens for {self.path}{said}",
+                f"llama.cpp cannot make a context of {cells} tokens for {self.path}{said}",
                 "take shorter rows or a smaller model",
             )
         self._memory = api.llama_get_memory(self._ctx)
-        self._slots = [_Slot(seq) for seq in range(sequences)]
-        self._slot_tokens = tokens
+        self.cells, self._sequences, self._kind = cells, sequences + 1, kind
 
-    def _reuse(self, slot: _Slot, ids: list[int], limit: int) -> int:
-        """Make `slot` hold the longest start of `ids` (at most `limit` tokens) that any slot has; its length."""
-        donor = max(self._slots, key=lambda s: (_common(s.ids, ids, limit), s is slot))
-        n = _common(donor.ids, ids, limit) if self._cuttable else 0
-        kept = donor.ids[:n]
-        if donor is not slot or not n:
-            self._drop(slot)
-        if n:
-            if donor is not slot:
-                self._api.llama_memory_seq_cp(self._memory, donor.seq, slot.seq, -1, -1)  # only whole ones are copied
-            self._api.llama_memory_seq_rm(self._memory, slot.seq, n, -1)
-        slot.ids = kept
-        return n
+    def fits(self, tokens: int) -> None:
+        """Refuse a row that is longer than the context."""
+        if tokens > self.n_ctx:
+            raise ModelError(
+                f"a row of {tokens} tokens does not fit in a context of {self.n_ctx}",
+                "shorten the row or open the file with a longer context",
+            )
 
-    def _cut(self, slot: _Slot, length: int) -> None:
-        """Take away what a slot holds after its first `length` tokens."""
-        if length >= len(slot.ids):
+    def copy(self, source: Branch, target: Branch, length: int) -> None:
+        """Let an empty branch begin with the first `length` cells of another; nothing is computed."""
+        if length:
+            self._api.llama_memory_seq_cp(self._memory, source.seq, target.seq, 0, length)
+        self.take(target, source.cells[:length])
+        target.ids[:length] = source.ids[:length]
+
+    def take(self, branch: Branch, cells: Sequence[Cell]) -> None:
+        """Cells that a branch goes through from now on, behind those it has."""
+        self.used += sum(not cell.branches for cell in cells)
+        for cell in cells:
+            cell.branches += 1
+        branch.cells += cells
+
+    def cut(self, branch: Branch, length: int) -> None:
+        """Take away what a branch holds after its first `length` tokens."""
+        if length >= len(branch.cells):
             return
-        kept = slot.ids[:length]
-        if self._cuttable:
-            self._api.llama_memory_seq_rm(self._memory, slot.seq, length, -1)
-            slot.ids = kept
-        else:
-            self._drop(slot)
-            deque(self._extend(slot, kept, 0, []), maxlen=0)
+        for cell in branch.cells[length:]:
+            cell.branches -= 1
+            self.used -= not cell.branches
+        del branch.cells[length:], branch.ids[length:]
+        self._api.llama_memory_seq_rm(self._memory, branch.seq, length, -1)
 
-    def _drop(self, slot: _Slot) -> None:
-        self._api.llama_memory_seq_rm(self._memory, slot.seq, -1, -1)
-        slot.ids = []
+    def hold(self, branch: Branch, length: int) -> None:
+        """Keep the first `length` tokens of a branch when it is gone."""
+        self.cut(self.held, 0)
+        self.copy(branch, self.held, length)
 
-    def _extend(self, slot: _Slot, ids: list[int], start: int, wanted: Sequence[int]) -> Iterator[tuple[int, Floats]]:
-        """Decode ids[start:] into a slot that holds ids[:start]; the logits at wanted positions, as they come."""
-        asked = set(wanted)
-        while start < len(ids):
-            end = min(start + BATCH, len(ids))
-            flags = [p in asked for p in range(start, end)]
-            self._decode([slot] * (end - start), ids[start:end], range(start, end), flags)
-            for i, flag in enumerate(flags):
-                if flag:
-                    yield start + i, self._logits(i)
-            start = end
+    def forget(self) -> None:
+        """Empty the cache."""
+        if self._ctx:
+            self._api.llama_memory_clear(self._memory, False)
+        self.held, self.used = Branch(0), 0
+
+    def _extend(self, ids: list[int], wanted: Sequence[int]) -> Iterator[tuple[int, Floats]]:
+        """Hold these tokens, computing what is not held yet; the logits at wanted positions (ascending), as views."""
+        self.fits(len(ids))
+        same = common(self.held.ids, ids, wanted[0])  # a wanted position is always decoded: its logits are needed
+        self.cut(self.held, same if self._cuttable else 0)
+        self.held.wanted = dict.fromkeys(wanted)
+        while len(self.held.ids) < len(ids):
+            start = len(self.held.ids)
+            steps = [Step(ids[p], p, Cell(), [self.held]) for p in range(start, min(start + CHUNK, len(ids)))]
+            self.held.ids += [step.token for step in steps]
+            self.take(self.held, [step.cell for step in steps])
+            yield from ((step.position, logits) for step, logits in self.decode(steps))
 
     # ------------------------------------------------------------ one call of llama_decode
 
     def _make_batch(self) -> None:
         """A llama_batch whose arrays are numpy's: filled by slices, freed with this object."""
-        self._tokens, self._positions, self._seqs = (np.zeros(BATCH, np.int32) for _ in range(3))
-        self._seq_counts = np.ones(BATCH, np.int32)  # each token belongs to one sequence
+        self._tokens, self._positions, self._counts = (np.zeros(BATCH, np.int32) for _ in range(3))
+        self._seqs = np.zeros((BATCH, OUTPUTS), np.int32)
         self._flags = np.zeros(BATCH, np.int8)
         int_p = ctypes.POINTER(ctypes.c_int32)
         base = self._seqs.ctypes.data
-        self._seq_pointers = (int_p * BATCH)(*(ctypes.cast(base + 4 * i, int_p) for i in range(BATCH)))
+        self._seq_pointers = (int_p * BATCH)(*(ctypes.cast(base + 4 * OUTPUTS * i, int_p) for i in range(BATCH)))
         self._batch = self._api.llama_batch(
             n_tokens=0,
             token=self._tokens.ctypes.data_as(int_p),
             embd=None,
             pos=self._positions.ctypes.data_as(int_p),
-            n_seq_id=self._seq_counts.ctypes.data_as(int_p),
+            n_seq_id=self._counts.ctypes.data_as(int_p),
             seq_id=ctypes.cast(self._seq_pointers, ctypes.POINTER(int_p)),
             logits=self._flags.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
 
-    def _decode(
-        self, slots: Sequence[_Slot], tokens: Sequence[int], positions: Sequence[int], flags: Sequence[bool]
-    ) -> None:
-        """Append tokens[i] at positions[i] to slots[i]; logits are kept where flags[i]."""
-        n = len(tokens)
-        self._tokens[:n] = tokens
-        self._positions[:n] = positions
-        self._seqs[:n] = [slot.seq for slot in slots]
-        self._flags[:n] = flags
+    def decode(self, steps: Sequence[Step]) -> Iterator[tuple[Step, Floats]]:
+        """Compute at most BATCH steps; gives (step, (vocab,) view of its logits) where something is asked of it."""
+        n = len(steps)
+        self._tokens[:n] = [step.token for step in steps]
+        self._positions[:n] = [step.position for step in steps]
+        self._flags[:n] = [step.asked for step in steps]
+        for i, step in enumerate(steps):
+            self._counts[i] = len(step.branches)
+            self._seqs[i, : len(step.branches)] = [branch.seq for branch in step.branches]
         self._batch.n_tokens = n
         code = self._api.llama_decode(self._ctx, self._batch)
         if code != 0:
-            for slot in self._slots:
-                self._drop(slot)
+            self.forget()
             raise ModelError(f"llama.cpp stopped with code {code} on {self.path}", "are the row's tokens this model's?")
-        for slot, token in zip(slots, tokens, strict=True):
-            slot.ids.append(token)
-
-    def _logits(self, i: int) -> Floats:
-        """(vocab,) view of the logits of the last call's token i; gone with the next call."""
-        return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._ctx, i), (self.vocab_size,))
+        for i, step in enumerate(steps):
+            if self._flags[i]:
+                logits = self._api.llama_get_logits_ith(self._ctx, i)
+                yield step, np.ctypeslib.as_array(logits, (self.vocab_size,))
 
 
 def cores() -> int:
@@ -451,7 +392,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _common(a: list[int], b: list[int], limit: int) -> int:
+def common(a: list[int], b: list[int], limit: int) -> int:
     """Length of the common start, at most `limit`."""
     n = min(len(a), len(b), limit)
     if a[:n] == b[:n]:
@@ -459,7 +400,7 @@ def _common(a: list[int], b: list[int], limit: int) -> int:
     return next(i for i in range(n) if a[i] != b[i])
 
 
-def _surprise(logits: Floats, token: int) -> float:
+def surprise(logits: Floats, token: int) -> float:
     """-log p(token), in nats."""
     top = logits.max()
     return float(np.log(np.exp(logits - top).sum(dtype=np.float64)) + float(top) - float(logits[token]))

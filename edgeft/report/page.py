@@ -202,7 +202,7 @@ def _scores(story: Story) -> str:
     if counts:
         parts = [
             ("better", counts["better"], "good"),
-            ("unchanged", counts["same"], "soft"),
+            ("unchanged", counts["same"], "line"),
             ("worse", counts["worse"], "bad"),
         ]
         left += (
@@ -313,12 +313,14 @@ def _tick(said: str, answers: list[str]) -> str:
 
 def difference_marked(before: str, after: str) -> tuple[str, str]:
     """Both as HTML: what only the first has in <del>, what only the second has in <ins>."""
-    a, b = (re.findall(r"\s+|[^\s]+", text[:LONGEST]) for text in (before, after))
+    a, b = (re.findall(r"\S+\s*", text[:LONGEST]) for text in (before, after))  # words with the space behind them
     old, new = [], []
-    for kind, a0, a1, b0, b1 in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        gone, come = escape("".join(a[a0:a1])), escape("".join(b[b0:b1]))
-        old.append(f"<del>{gone}</del>" if kind != "equal" and gone.strip() else gone)
-        new.append(f"<ins>{come}</ins>" if kind != "equal" and come.strip() else come)
+    matched = difflib.SequenceMatcher(None, [w.strip() for w in a], [w.strip() for w in b], autojunk=False)
+    for kind, a0, a1, b0, b1 in matched.get_opcodes():
+        for pieces, tag, out in ((a[a0:a1], "del", old), (b[b0:b1], "ins", new)):
+            text = escape("".join(pieces))
+            inner = text.rstrip()  # the space behind a mark stays outside
+            out.append(f"<{tag}>{inner}</{tag}>{text[len(inner) :]}" if kind != "equal" and inner else text)
     return "".join(old), "".join(new)
 
 
@@ -342,7 +344,7 @@ def _loss_plot(story: Story) -> str:
         svg.Line("held-out loss", story.heldout_loss, "tuned", dots=True),
     ]
     values = [y for line in lines for _, y in line.points]
-    log = bool(values) and min(values) > 0 and max(values) / min(values) > 8
+    log = svg.log_scale(values)
     drawing = svg.line_chart("Loss over steps", lines, "step", "nats a token" + (", log scale" if log else ""), log=log)
     best = story.done.get("best_step")
     caption = f"The model of step {best} is kept: its held-out loss was the lowest." if best else ""
@@ -365,7 +367,7 @@ def _memory_plot(story: Story) -> str:
     if story.peaks:
         told = "Highest by stage: " + ", ".join(f"{name} {words.size(b)}" for name, b in story.peaks.items()) + "."
     if plan:
-        limits.append(svg.Limit(f"planned {words.size(plan)}", plan / unit, "plan"))
+        limits.append(svg.Limit(f"planned {words.size(plan)}", plan / unit, "c1"))
     if budget and budget <= FAR * max(plan or 0, peak or 0, *(b for _, b in story.memory)):
         limits.append(svg.Limit(f"allowed {words.size(budget)}", budget / unit))
     elif budget:
@@ -412,7 +414,7 @@ def _sizes(story: Story) -> str:
         if check
         else ""
     )
-    return _figure("File size", svg.bars("File size", rows) if rows else "", told, "", "sizes")
+    return _figure("File size", svg.bars("File size", rows, [name for name, _, _ in rows]), told, "", "sizes")
 
 
 def _updated(story: Story) -> str:
@@ -470,7 +472,7 @@ def _comparison(stories: Sequence[Story]) -> str:
     )
     lines = [svg.Line(s.name, s.heldout_loss, SERIES[i % 5], dots=True) for i, s in enumerate(stories)]
     values = [y for line in lines for _, y in line.points]
-    log = bool(values) and min(values) > 0 and max(values) / min(values) > 8
+    log = svg.log_scale(values)
     loss = svg.line_chart(
         "Held-out loss of each run", lines, "step", "nats a token" + (", log scale" if log else ""), log=log
     )
@@ -527,6 +529,7 @@ def _settings(story: Story) -> str:
         ),
         ("tokens", words.count(story.counts.get("train_tokens"))),
         ("steps", str(story.done.get("steps", "–"))),
+        ("machine", str(story.counts.get("machine", "–"))),
         ("memory allowed", words.size(plan.get("budget_bytes"))),
         (
             "micro-batch",

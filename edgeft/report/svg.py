@@ -1,24 +1,60 @@
-"""Plots as inline SVG: small, sharp at any size, in the page's own colours.
+"""Plots as inline SVG, drawn by matplotlib: small, sharp at any size, in the page's own colours, light and dark.
 
-Every plot has a title that is read aloud, and needs neither a script nor a network.
+Every plot has a title and a description that are read aloud, and needs neither a script nor a network.
 """
 
 from __future__ import annotations
 
+import io
+import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING, Any
 
-WIDTH = 440  # in the plot's own units; letters are 12 of them, so that they can be read at 358 pixels, too
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 380  # in the plot's own units; letters are 12 of them, so that they can be read on a phone, too
+TEXT = 12
 Points = Sequence[tuple[float, float]]
+
+# What the style sheet calls a colour, and what stands for it until the plot is drawn. matplotlib knows fixed colours
+# only; the page's change with the reader's light or dark setting.
+NAMES = ("tuned", "base", "soft", "line", "fill", "ink", "card", "good", "bad", "c1", "c2", "c3", "c4")
+COLOUR = {name: f"#{0x010203 + i:06x}" for i, name in enumerate(NAMES)} | {"c0": "#010203"}
+SETTINGS = {
+    "svg.hashsalt": "edgeft",  # the same run gives the same file
+    "svg.fonttype": "none",  # letters stay letters: small, and they can be searched and copied
+    "font.size": TEXT,
+    "text.color": COLOUR["ink"],
+    "axes.facecolor": "none",
+    "axes.edgecolor": COLOUR["line"],
+    "axes.labelcolor": COLOUR["soft"],
+    "axes.spines.top": False,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": COLOUR["line"],
+    "grid.linewidth": 1.0,
+    "xtick.color": COLOUR["soft"],
+    "ytick.color": COLOUR["soft"],
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "lines.solid_capstyle": "round",
+}
 
 
 @dataclass
 class Line:
     label: str
     points: Points
-    style: str  # a class of the style sheet: tuned, base, soft, c0 … c4
+    style: str  # a colour of the style sheet: tuned, base, soft, c0 … c4; or faint
     dots: bool = False
 
 
@@ -28,36 +64,69 @@ class Limit:
 
     label: str
     value: float
-    style: str = "limit"
+    style: str = "bad"
 
 
-def figure(title: str, height: float, body: str, about: str = "") -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" preserveAspectRatio="xMidYMid meet">'
-        f"<title>{escape(title)}</title><desc>{escape(about or title)}</desc>{body}</svg>"
-    )
+class _Plot:
+    """One figure with one pair of axes; `tip` gives an element words that show when the pointer rests on it."""
+
+    def __init__(self, title: str, height: float, left: float, right: float = 10, top: float = 8, bottom: float = 8):
+        """Margins and height in the plot's units."""
+        from matplotlib.figure import Figure
+
+        self.title, self.height = title, height
+        self.figure: Figure = Figure(figsize=(WIDTH / 72, height / 72))
+        self.figure.patch.set_alpha(0)
+        share = [left / WIDTH, bottom / height, 1 - (left + right) / WIDTH, 1 - (top + bottom) / height]
+        self.axes: Axes = self.figure.add_axes((share[0], share[1], share[2], share[3]))
+        self.axes.tick_params(pad=6)
+        self.tips: list[str] = []
+
+    def tip(self, artist: Any, words: str) -> None:
+        artist.set_gid(f"tip{len(self.tips)}")
+        self.tips.append(words)
+
+    def note(self, words: str, corner: tuple[float, float], offset: tuple[float, float], **how: str) -> None:
+        """Words beside a corner of the axes."""
+        place: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "color": COLOUR["soft"]}
+        self.axes.annotate(words, corner, offset, **place, **how)
+
+    def bare(self) -> None:
+        """No axes: what is drawn names itself."""
+        self.axes.set_axis_off()
+
+    def written(self, about: str) -> str:
+        """The SVG element, with the page's colours and letters, and names that no other plot of the page has."""
+        for artist in self.axes.get_children():
+            artist.set_clip_on(False)  # nothing is drawn outside; clip paths would only make the page larger
+        file = io.StringIO()
+        self.figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        text = file.getvalue()
+        text = text[text.index("<svg") :]
+        text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>|<title>.*?</title>", "", text, flags=re.S)
+        text = re.sub(r"<defs>\s*</defs>", "", text)
+        for name, stand_in in COLOUR.items():
+            text = text.replace(stand_in, f"var(--{name})")
+        text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
+        for i, words in enumerate(self.tips):
+            text = text.replace(f'<g id="tip{i}">', f"<g><title>{escape(words)}</title>")
+        text = re.sub(r'<g id="[^"]*"', "<g", text)
+        own = re.sub(r"[^a-z]+", "-", self.title.lower())
+        text = re.sub(r'(id="|href="#|url\(#)(\w+)', rf"\g<1>{own}-\g<2>", text)
+        text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)  # hundredths of a unit are enough
+        text = re.sub(r">\s+<", "><", text)
+        head = (
+            f'<svg viewBox="0 0 {WIDTH} {self.height:g}" role="img" preserveAspectRatio="xMidYMid meet">'
+            f"<title>{escape(self.title)}</title><desc>{escape(about or self.title)}</desc>"
+        )
+        return re.sub(r"<svg.*?>", lambda _: head, text, count=1, flags=re.S).strip()
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", style: str = "tick") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{style}">{escape(words)}</text>'
+def _settings() -> Any:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # otherwise it tells about its font cache
+    import matplotlib
 
-
-def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
-    """Round values from at or below `low` to at or above `high`."""
-    span = max(high - low, 1e-12)
-    raw = span / wanted
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
-    first = math.floor(low / step)
-    return [i * step for i in range(first, math.ceil(high / step - 1e-9) + 1)]
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten around the values."""
-    found = [m * 10.0**e for e in range(-6, 7) for m in (1, 2, 5)]
-    inside = [v for v in found if low <= v <= high]
-    below, above = [v for v in found if v < low], [v for v in found if v > high]
-    return [*below[-1:], *inside, *above[:1]]
+    return matplotlib.rc_context(SETTINGS)
 
 
 def short(value: float) -> str:
@@ -74,148 +143,150 @@ def line_chart(
     log: bool = False,
     area: bool = False,
 ) -> str:
-    """Lines over a common x axis; the legend stands above, the values of the last points at the right."""
+    """Lines over a common x axis; the legend stands above it, in the page."""
     lines = [line for line in lines if line.points]
-    xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points] + [limit.value for limit in limits]
-    if not xs:
+    if not lines:
         return ""
-    left, right, top, bottom, height = 46.0, 10.0, 26.0 + 8 * len(limits), 34.0, 240.0
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    ys = [y for line in lines for _, y in line.points] + [limit.value for limit in limits]
     log = log and min(ys) > 0
-    grid = log_ticks(min(ys), max(ys)) if log else ticks(0 if zero else min(ys), max(ys))
-    low, high = grid[0], grid[-1]
-    x_grid = [x for x in ticks(min(xs), max(xs)) if min(xs) <= x <= max(xs)]
-    x_low, x_span = min(xs), max(max(xs) - min(xs), 1e-9)
+    with _settings():
+        plot = _Plot(title, 240, left=46, top=28, bottom=40)
+        axes = plot.axes
+        axes.grid(axis="y")
+        if log:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+            axes.yaxis.set_minor_locator(NullLocator())
+        else:
+            axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        xs = [x for line in lines for x, _ in line.points]
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=max(xs) > 5))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        for line in lines:
+            x, y = [p[0] for p in line.points], [p[1] for p in line.points]
+            faint = line.style == "faint"
+            colour = COLOUR["base" if faint else line.style]
+            if area:
+                axes.fill_between(x, y, color=colour, alpha=0.14, linewidth=0)
+            (drawn,) = axes.plot(x, y, color=colour, linewidth=1 if faint else 2.4, alpha=0.35 if faint else 1)
+            plot.tip(drawn, line.label)
+            for px, py in line.points if line.dots else ():
+                (dot,) = axes.plot([px], [py], "o", color=colour, markersize=7, markeredgecolor=COLOUR["card"])
+                plot.tip(dot, f"{line.label}: {short(py)} at {short(px)}")
+        axes.set_xlim(0 if zero else min(xs), max(max(xs), min(xs) + 1e-9))
+        for limit in limits:
+            axes.axhline(limit.value, color=COLOUR[limit.style], linewidth=1.6, linestyle=(0, (5, 4)))
+            axes.annotate(
+                limit.label, (1, limit.value), (0, 4), xycoords=("axes fraction", "data"), textcoords="offset points",
+                ha="right", va="bottom", color=COLOUR["ink"],
+            )  # fmt: skip
+        low, high = axes.get_ylim()
+        if not log:
+            axes.set_ylim(0 if zero else low, max(high, 1.12 * max(ys) if limits else high))
+        plot.note(y_label, (0, 1), (-42, 8))
+        plot.note(x_label, (1, 0), (0, -24), ha="right", va="top")
+        told = "; ".join(f"{n.label} from {short(n.points[0][1])} to {short(n.points[-1][1])}" for n in lines)
+        return plot.written(told + "".join(f"; {limit.label}" for limit in limits))
 
-    def px(x: float) -> float:
-        return left + (x - x_low) / x_span * (WIDTH - left - right)
 
-    def py(y: float) -> float:
-        share = (math.log(y / low) / math.log(high / low)) if log else (y - low) / max(high - low, 1e-12)
-        return height - bottom - share * (height - top - bottom)
-
-    parts = []
-    for y in grid:
-        parts.append(f'<line class="grid" x1="{left}" x2="{WIDTH - right}" y1="{py(y):.1f}" y2="{py(y):.1f}"/>')
-        parts.append(text(left - 6, py(y) + 4, short(y), "end"))
-    parts += [text(px(x), height - bottom + 16, short(x), "middle") for x in x_grid]
-    parts.append(text(WIDTH - right, height - 3, x_label, "end"))
-    parts.append(text(4, 11, y_label))
-    for limit in limits:
-        y = py(limit.value)
-        parts.append(f'<line class="{limit.style}" x1="{left}" x2="{WIDTH - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(text(WIDTH - right, y - 4, limit.label, "end", "tick strong"))
-    for line in lines:
-        path = " ".join(f"{'L' if i else 'M'}{px(x):.1f} {py(y):.1f}" for i, (x, y) in enumerate(line.points))
-        if area:
-            floor = height - bottom
-            ends = f"L{px(line.points[-1][0]):.1f} {floor:.1f} L{px(line.points[0][0]):.1f} {floor:.1f} Z"
-            parts.append(f'<path class="area {line.style}" d="{path} {ends}"/>')
-        parts.append(f'<path class="line {line.style}" d="{path}"><title>{escape(line.label)}</title></path>')
-        if line.dots:
-            parts += [
-                f'<circle class="dot {line.style}" cx="{px(x):.1f}" cy="{py(y):.1f}" r="3.5">'
-                f"<title>{escape(line.label)}: {short(y)} at {short(x)}</title></circle>"
-                for x, y in line.points
-            ]
-    told = "; ".join(f"{line.label} from {short(line.points[0][1])} to {short(line.points[-1][1])}" for line in lines)
-    told += "".join(f"; {limit.label}" for limit in limits)
-    return figure(title, height, "".join(parts), told)
-
-
-def bars(title: str, rows: Sequence[tuple[str, float, str]], style: str = "tuned") -> str:
+def bars(title: str, rows: Sequence[tuple[str, float, str]], styles: Sequence[str] = ("tuned",)) -> str:
     """Horizontal bars: (name, value, how the value is written)."""
     if not rows:
         return ""
-    left, right, step = 92.0, 84.0, 30.0
-    largest = max(value for _, value, _ in rows) or 1.0
-    parts = []
-    for i, (name, value, words) in enumerate(rows):
-        y = 6 + i * step
-        width = max(2.0, value / largest * (WIDTH - left - right))
-        parts.append(text(left - 8, y + 15, name, "end", "label"))
-        parts.append(f'<rect class="bar {style}" x="{left}" y="{y}" width="{width:.1f}" height="20" rx="4"/>')
-        parts.append(text(left + width + 7, y + 15, words, "start", "tick strong"))
-    told = ", ".join(f"{name} {words}" for name, _, words in rows)
-    return figure(title, 12 + step * len(rows), "".join(parts), told)
+    with _settings():
+        plot = _Plot(title, 10 + 30 * len(rows), left=92, right=80, top=2, bottom=2)
+        axes = plot.axes
+        names, values = [name for name, _, _ in rows], [max(value, 0.0) for _, value, _ in rows]
+        drawn = axes.barh(range(len(rows)), values, height=0.64, color=[COLOUR[style] for style in styles])
+        for bar, (name, _, words) in zip(drawn, rows, strict=True):
+            plot.tip(bar, f"{name}: {words}")
+        axes.bar_label(drawn, [words for _, _, words in rows], padding=7, color=COLOUR["ink"])
+        axes.set_yticks(range(len(rows)), names, color=COLOUR["ink"])
+        axes.set_xticks([])
+        axes.spines["bottom"].set_visible(False)
+        axes.set_ylim(len(rows) - 0.45, -0.55)
+        axes.set_xlim(0, max(values) or 1)
+        return plot.written(", ".join(f"{name} {words}" for name, _, words in rows))
 
 
 def intervals(title: str, rows: Sequence[tuple[str, float, float, float, bool]]) -> str:
     """Differences with their intervals around zero: (name, value, low, high, is it good?)."""
     if not rows:
         return ""
-    left, right, step = 112.0, 14.0, 34.0
-    ends = [v for _, value, low, high, _ in rows for v in (value, low, high)] + [0.0]
-    grid = ticks(min(ends), max(ends))
-    low_end, span = grid[0], max(grid[-1] - grid[0], 1e-9)
-    height = 12 + step * len(rows) + 24
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    def px(x: float) -> float:
-        return left + (x - low_end) / span * (WIDTH - left - right)
-
-    floor = height - 22
-    parts = [f'<line class="grid" x1="{px(x):.1f}" x2="{px(x):.1f}" y1="4" y2="{floor:.1f}"/>' for x in grid]
-    parts += [text(px(x), height - 6, f"{x:+g}" if x else "0", "middle") for x in grid]
-    parts.append(f'<line class="zero" x1="{px(0):.1f}" x2="{px(0):.1f}" y1="4" y2="{floor:.1f}"/>')
-    for i, (name, value, low, high, good) in enumerate(rows):
-        y = 6 + i * step + step / 2
-        clear = low > 0 or high < 0
-        style = ("good" if good else "bad") if clear else "soft"
-        parts.append(text(left - 10, y + 4, name, "end", "label"))
-        parts.append(f'<line class="whisker {style}" x1="{px(low):.1f}" x2="{px(high):.1f}" y1="{y}" y2="{y}"/>')
-        for end in (low, high):
-            parts.append(
-                f'<line class="whisker {style}" x1="{px(end):.1f}" x2="{px(end):.1f}" y1="{y - 5}" y2="{y + 5}"/>'
-            )
-        parts.append(
-            f'<circle class="dot {style}" cx="{px(value):.1f}" cy="{y}" r="5.5"><title>{escape(name)}: {value:+.1f} '
-            f"({low:+.1f} to {high:+.1f})</title></circle>"
-        )
-    told = ", ".join(f"{name} {value:+.1f} ({low:+.1f} to {high:+.1f})" for name, value, low, high, _ in rows)
-    return figure(title, height, "".join(parts), told)
+    with _settings():
+        plot = _Plot(title, 44 + 40 * len(rows), left=112, right=16, bottom=26)
+        axes = plot.axes
+        axes.grid(axis="x")
+        axes.axvline(0, color=COLOUR["soft"], linewidth=1.6)
+        for i, (name, value, low, high, good) in enumerate(rows):
+            style = ("good" if good else "bad") if low > 0 or high < 0 else "soft"
+            drawn = axes.errorbar(
+                [value], [i], xerr=[[value - low], [high - value]], fmt="o", color=COLOUR[style], markersize=11,
+                elinewidth=3, capsize=6, capthick=2.4,
+            )  # fmt: skip
+            plot.tip(drawn.lines[0], f"{name}: {value:+.1f} ({low:+.1f} to {high:+.1f})")
+        axes.set_yticks(range(len(rows)), [row[0] for row in rows], color=COLOUR["ink"])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        ends = [v for row in rows for v in row[1:4]]
+        room = 0.06 * max(max([*ends, 0.0]) - min([*ends, 0.0]), 1e-9)
+        axes.set_xlim(min([*ends, 0.0]) - room, max([*ends, 0.0]) + room)
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}" if x else "0"))
+        return plot.written(", ".join(f"{name} {v:+.1f} ({lo:+.1f} to {hi:+.1f})" for name, v, lo, hi, _ in rows))
 
 
-def split_bar(title: str, parts_given: Sequence[tuple[str, int, str]]) -> str:
-    """One bar in parts: (name, count, style); each is named with its count, so colour is not needed."""
-    total = sum(count for _, count, _ in parts_given) or 1
-    x, body = 0.0, ""
-    for name, count, style in parts_given:
-        width = count / total * WIDTH
-        if count:
-            body += f'<rect class="bar {style}" x="{x:.1f}" y="0" width="{max(width - 2, 1):.1f}" height="26" rx="4">'
-            body += f"<title>{escape(name)}: {count}</title></rect>"
-        x += width
-    return figure(title, 26, body, ", ".join(f"{name} {count}" for name, count, _ in parts_given))
+def split_bar(title: str, parts: Sequence[tuple[str, int, str]]) -> str:
+    """One bar in parts: (name, count, style); the page names each with its count, so colour is not needed."""
+    with _settings():
+        plot = _Plot(title, 26, left=0, right=0, top=0, bottom=0)
+        plot.bare()
+        total, start = sum(count for _, count, _ in parts) or 1, 0
+        for name, count, style in parts:
+            if count:
+                gap = 0.005 * total
+                (bar,) = plot.axes.barh([0], [max(count - gap, gap)], left=start, height=1, color=COLOUR[style])
+                plot.tip(bar, f"{name}: {count}")
+            start += count
+        plot.axes.set_xlim(0, total)
+        plot.axes.set_ylim(-0.5, 0.5)
+        return plot.written(", ".join(f"{name} {count}" for name, count, _ in parts))
 
 
 def heat_map(title: str, rows: Sequence[str], columns: int, values: dict[tuple[int, str], float | None]) -> str:
     """Columns × rows; a missing cell is empty, a cell without a value is filled as it is."""
-    left, top, bottom, height = 50.0, 4.0, 34.0, 20.0
-    width = (WIDTH - left - 4) / max(columns, 1)
+    from matplotlib.patches import Rectangle
+
     known = [v for v in values.values() if v is not None]
     low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
-    gap = 1.5 if width > 6 else 0.5
-    parts = []
-    for r, row in enumerate(rows):
-        y = top + r * height
-        parts.append(text(left - 7, y + 14, row, "end", "label"))
-        for column in range(columns):
-            key = (column, row)
-            place = (
-                f'x="{left + column * width:.1f}" y="{y:.1f}" width="{max(width - gap, 0.8):.1f}" '
-                f'height="{height - gap:.1f}" rx="{min(2.5, width / 4):.1f}"'
-            )
-            if key not in values:
-                parts.append(f'<rect class="cell empty" {place}/>')
-                continue
-            value = values[key]
-            share = 1.0 if value is None or not span else 0.3 + 0.7 * (value - low) / span
-            told = f"block {column}, {row}: " + ("updated" if value is None else f"moved by {100 * value:.2f} %")
-            parts.append(f'<rect class="cell" fill-opacity="{share:.2f}" {place}><title>{told}</title></rect>')
-    every = next(n for n in (1, 2, 5, 10, 20, 50, 100) if n * width >= 24 or n == 100)
-    floor = top + len(rows) * height
-    parts += [
-        text(left + (column + 0.5) * width, floor + 14, str(column), "middle") for column in range(0, columns, every)
-    ]
-    parts.append(text(WIDTH - 4, floor + 29, "block", "end"))
-    return figure(title, floor + bottom, "".join(parts), f"{len(values)} of {columns * len(rows)} tensors were updated")
+    with _settings():
+        plot = _Plot(title, 44 + 20 * len(rows), left=50, right=4, top=4, bottom=40)
+        axes = plot.axes
+        empty = [(c, r) for r, row in enumerate(rows) for c in range(columns) if (c, row) not in values]
+        for c, r in empty:
+            axes.add_patch(Rectangle((c + 0.05, r + 0.05), 0.9, 0.9, color=COLOUR["fill"], linewidth=0))
+        for (column, row), value in values.items():
+            share = 1.0 if value is None or not span else 0.25 + 0.75 * (value - low) / span
+            place = (column + 0.05, rows.index(row) + 0.05)
+            cell = axes.add_patch(Rectangle(place, 0.9, 0.9, color=COLOUR["tuned"], alpha=share, linewidth=0))
+            told = "updated" if value is None else f"moved by {100 * value:.2f} %"
+            plot.tip(cell, f"block {column}, {row}: {told}")
+        axes.set_xlim(0, max(columns, 1))
+        axes.set_ylim(len(rows), 0)
+        width = (WIDTH - 54) / max(columns, 1)
+        every = next((n for n in (1, 2, 5, 10, 20, 50) if n * width >= 26), 100)
+        axes.set_xticks([c + 0.5 for c in range(0, columns, every)], [str(c) for c in range(0, columns, every)])
+        axes.set_yticks([r + 0.5 for r in range(len(rows))], list(rows), color=COLOUR["ink"])
+        axes.spines["bottom"].set_visible(False)
+        plot.note("block", (1, 0), (0, -22), ha="right", va="top")
+        told = f"{len(values)} of {columns * len(rows)} tensors were updated"
+        return plot.written(told)
+
+
+def log_scale(values: Sequence[float]) -> bool:
+    """Is the spread so large that small values could not be told apart?"""
+    return bool(values) and min(values) > 0 and math.log(max(values) / min(values)) > math.log(8)
