@@ -70,8 +70,8 @@ def sync_folder(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """What is missing or damaged is None."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -187,9 +187,10 @@ class Run:
         """What metrics.jsonl holds; a last line cut off by a crash is left out."""
         found = []
         with contextlib.suppress(OSError):
-            for line in self.metrics.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):
-                    found.append(json.loads(line))
+            for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, RecursionError):
+                    event = json.loads(line)
+                    found += [event] if isinstance(event, dict) else []
         return found
 
 
