@@ -144,6 +144,9 @@ class HowConfig:
     step_in_place: bool = knob(
         False, "update a tensor as soon as its gradient is there, and free that; needs train.clip=0"
     )
+    keep_data: bool = knob(
+        True, "keep the rows' tokens and the trunk cache after the run; false: take them away when it is complete"
+    )
     checkpoint_s: float = knob(120.0, "seconds between checkpoints", low=0.0)
     keep_checkpoints: int = knob(2, "newest checkpoints kept beside the best", low=1)
 

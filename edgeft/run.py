@@ -81,6 +81,16 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
         file.write(json.dumps(values, indent=1).encode())
 
 
+def _remove(path: Path) -> None:
+    """A file, a link itself, or a folder with all that is in it; nothing if it is not there."""
+    import shutil
+
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)  # it does not follow links
+    else:
+        path.unlink(missing_ok=True)
+
+
 class Run:
     """A run folder and the names of what lies in it."""
 
@@ -132,7 +142,7 @@ class Run:
         elif resume:
             raise RunError(f"there is no run in {path} to resume", "leave out --resume to start one")
         with writing(path):
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.chmod(0o700)  # it holds the user's data
         run.lock()
         with replacing(run.recipe_file) as file:
@@ -171,6 +181,37 @@ class Run:
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # something else lies in it
             self.path.rmdir()
+
+    def drop_data(self) -> None:
+        """Takes away the rows' tokens and what was computed from them; what was learned stays."""
+        from edgeft import cache
+
+        with writing(self.path):
+            self.tokens.unlink(missing_ok=True)
+            _remove(self.trunk)
+            cache.forget(self.path)
+
+    @staticmethod
+    def remove(path: Path) -> int:
+        """Takes away a whole run, with what it alone uses in the shared cache; bytes freed. No link is followed."""
+        from edgeft import cache
+
+        if path.is_symlink():
+            raise RunError(f"{path} is a link", "name the folder itself")
+        if not (path / "recipe.yaml").is_file() or not (path / "lock").is_file():
+            raise RunError(f"{path} is no run folder (it holds no recipe.yaml or no lock)", "`edgeft runs` lists them")
+        if Path.cwd().is_relative_to(path.resolve()):
+            raise RunError(f"{path} is the folder that you are in", "leave it first")
+        run = Run(path, config.Recipe())
+        run.lock()
+        size = sum(file.lstat().st_size for file in path.rglob("*"))
+        with writing(path, "`ls -l` shows who may"):
+            freed = cache.forget(path)
+            for item in path.iterdir():
+                if item.name not in ("recipe.yaml", "lock"):  # last: without them it would be no run any more
+                    _remove(item)
+            _remove(path)
+        return size + freed
 
     def log(self, **values: Any) -> None:
         """One line of metrics.jsonl."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgeft import offline
 from edgeft.errors import DataError
 from edgeft.model.tokenizer import go_offline_if_cut_off
 
@@ -268,6 +269,10 @@ def _hub(name: str) -> dict[str, Source]:
     except ImportError:
         raise DataError(f"{name}: hub ids need `datasets`", "pip install datasets") from None
     except Exception as error:  # the hub client, its transport and the set's files raise what they like
+        if offline.on():
+            raise DataError(
+                f"{name} is neither a file nor in the hub's cache here, and this is offline", offline.HINT
+            ) from None
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         if "onfig name is missing" in str(error):
             hint = f"choose a configuration: `{name}:NAME`"

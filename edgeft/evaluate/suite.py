@@ -145,7 +145,7 @@ def read_items(suite: Suite, data: DataConfig, tokenizer: Tokenizer, limit: int)
             for where, record in found[: limit - len(choices)]:
                 try:
                     choices.append(_choice(suite, record, where, tokenizer))
-                except files.Unusable as reason:
+                except (files.Unusable, RecursionError) as reason:
                     skipped.append((where, str(reason)))
             records = rest
         if records and len(rows) < limit:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from edgeft import sandbox
+from edgeft import offline, sandbox
 from edgeft.errors import DataError, ModelError
 from edgeft.model.gguf import GGUF
 from edgeft.model.header import check_vocabulary
@@ -187,6 +187,8 @@ class GgufTokenizer:
 
 def go_offline_if_cut_off() -> None:
     """Without a network the hub client retries for half a minute; told so, it looks at its cache at once."""
+    if offline.on():
+        return
     from huggingface_hub import constants
 
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
