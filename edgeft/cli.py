@@ -204,7 +204,8 @@ def evaluate(
     """The tuned model beside the base model on the same held-out rows, with the difference and how sure it is."""
     from edgeft.evaluate import compare
 
-    offline.go_if(no_network, target, data, base, "" if lm_eval else None, *compare.sources(target))
+    if no_network or not lm_eval:  # the harness fetches its tasks' data
+        offline.go_if(no_network, target, data, base, *compare.sources(target))
     if lm_eval and (suite or data):
         raise ConfigError("`--lm-eval` brings its own questions", "leave out --suite and --data")
     screen = Screen(err if as_json else out)
@@ -506,10 +507,7 @@ def _remove_runs(names: list[str], yes: bool, as_json: bool) -> None:
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError("nothing was taken away: there is nobody to ask", "say --yes")
-        out.print(
-            f"take away {', '.join(map(str, places))}, with all that was trained? \\[y/N] ", end="", soft_wrap=True
-        )
-        if input().strip().lower() not in ("y", "yes"):
+        if not typer.confirm(f"take away {', '.join(map(str, places))}, with all that was trained?"):
             return
     freed = {str(place): Run.remove(place) for place in places}
     if as_json:

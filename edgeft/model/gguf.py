@@ -50,7 +50,7 @@ class GGUF:
         self.data = data
         self.tensors: dict[str, TensorInfo] = {}
         self.records: dict[str, tuple[int, int, int]] = {}  # key → (start of record, start of value, end)
-        self._view = memoryview(data)
+        self._view = memoryview(data)  # type: ignore[arg-type]  # numpy's types do not say so before Python 3.12
         self._limit = min(data.size, MAX_HEADER_BYTES)
         self._at = self._items = 0
         self._parse()
