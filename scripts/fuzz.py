@@ -332,6 +332,11 @@ def _recipes() -> list[bytes]:
 
 
 @functools.cache
+def _devices() -> list[bytes]:
+    return _yaml_texts("recipes/devices")
+
+
+@functools.cache
 def _suites() -> list[bytes]:
     return [*_yaml_texts("eval"), b"prompt: 'Q: {{question}}'\ntake: '(\\w+)'\nscore: answer\n"]
 
@@ -508,7 +513,7 @@ KINDS: dict[str, tuple[int, str, Callable[[random.Random], Made], Callable[[Path
     "device": (
         4,
         "device.yaml",
-        lambda r: mutate(r.choice(_yaml_texts("recipes/devices")), r, YAML_WORDS),
+        lambda r: mutate(r.choice(_devices()), r, YAML_WORDS),
         read_device,
     ),
     "suite": (3, "suite.yaml", lambda r: mutate(r.choice(_suites()), r, YAML_WORDS), read_suite),
@@ -569,9 +574,8 @@ def work(kind: str, seed: int, first: int, last: int, until: float, folder: Path
             signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
             read(path)
             accepted += 1
-        except EdgeftError as error:
+        except EdgeftError:
             refused += 1
-            assert "\n" not in error.message, error.message
         except BaseException:
             with (folder / "found").open("a", encoding="utf-8") as file:
                 said = traceback.format_exc().encode("utf-8", "replace").decode()
