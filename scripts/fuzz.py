@@ -189,7 +189,7 @@ def _headers() -> list[tuple[list[bytes], list[tuple[str, tuple[int, ...], int, 
     return [_small_header(), _real_header()]
 
 
-def gguf_input(r: random.Random, small: float = 0.6, gentle: bool = False) -> tuple[bytes, int]:
+def gguf_input(r: random.Random, small: float = 0.85, gentle: bool = False) -> tuple[bytes, int]:
     """(the head of a file, its size); the rest is zeros."""
     from edgeft.model.gguf import SCALARS, encode_string
 
@@ -526,7 +526,7 @@ KINDS: dict[str, tuple[int, str, Callable[[random.Random], Made], Callable[[Path
         read_checkpoint,
     ),
     "weights": (3, "model.safetensors", lambda r: mutate(_checkpoint_file(), r, JSON_WORDS), read_weights),
-    "run": (4, "files.json", run_input, read_run),
+    "run": (2, "files.json", run_input, read_run),
 }
 
 
