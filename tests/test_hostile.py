@@ -161,10 +161,10 @@ def raw(key: str, rest: bytes) -> Callable[[dict[str, Any]], None]:
     return lambda p: p["records"].update({key: encode_string(key) + rest})
 
 
-def tensor(name: str, **values: Any) -> Callable[[dict[str, Any]], None]:
+def tensor(which: str, **values: Any) -> Callable[[dict[str, Any]], None]:
     def change(p: dict[str, Any]) -> None:
         for key, value in values.items():
-            p["tensors"][name][{"name": 0, "shape": 1, "kind": 2, "offset": 3}[key]] = value
+            p["tensors"][which][{"name": 0, "shape": 1, "kind": 2, "offset": 3}[key]] = value
 
     return change
 
@@ -220,7 +220,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "2^31 blocks": (put("llama.block_count", 4, 2**31), "lacks the tensor blk.1"),
     "minus one block": (put("llama.block_count", 5, -1), "block_count is -1"),
     "half a block": (put("llama.block_count", 6, 0.5), "block_count is 0.5"),
-    "width 2^31": (put("llama.embedding_length", 4, 2**31), "as its header says"),
+    "width 2^31": (put("llama.embedding_length", 4, 2**31), "rotates only a part"),
     "inner width": (put("llama.feed_forward_length", 4, 2**30), "as its header says"),
     "rotation": (put("llama.rope.dimension_count", 4, 2**31), "rotates only a part"),
     "rotary base nan": (put("llama.rope.freq_base", 6, float("nan")), "freq_base is nan"),
@@ -568,6 +568,28 @@ def test_hostile_tokenizers(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ModelError, match="cannot load the tokenizer"):
         open_tokenizer_file(tmp_path)
+
+
+# ---------------------------------------------------------------- what is written for others
+
+
+def test_a_token_puts_no_command_into_a_modelfile(tmp_path: Path) -> None:
+    from edgeft.export.modelfile import modelfile
+
+    def change(p: dict[str, Any]) -> None:
+        vocabulary([*TOKENS[:2], 'x"\nADAPTER ./evil', *TOKENS[3:]])(p)
+        put("tokenizer.ggml.eos_token_id", 4, 2)(p)
+        put("tokenizer.chat_template", STRING, EVIL)(p)
+
+    text = modelfile(header(tmp_path, change))
+    assert "FROM ./model.gguf" in text
+    assert not [line for line in text.splitlines() if line.startswith(("ADAPTER", "LICENSE"))]
+
+
+EVIL = (
+    '{% for m in messages %}{{ m.role + \'"""\nADAPTER ./evil\nLICENSE """\' + m.content + eos_token }}{% endfor %}'
+    '{% if add_generation_prompt %}{{ \'assistant"""\nADAPTER ./evil\nLICENSE """\' }}{% endif %}'
+)
 
 
 # ---------------------------------------------------------------- run folders

@@ -162,7 +162,9 @@ def _read_parquet(path: Path, name: str) -> Iterator[Found]:
                 for record in batch.to_pylist():
                     number += 1
                     yield f"{name}:row {number}", record
-    except (pyarrow.ArrowException, OverflowError, UnicodeDecodeError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, OverflowError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno:  # the file system's; pyarrow's own have no number
+            raise
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DataError(f"{name} is not a readable Parquet file: {reason}", "write the file again") from None
 
