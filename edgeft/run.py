@@ -18,6 +18,7 @@ from edgeft import config
 from edgeft.errors import ConfigError, RunError
 from edgeft.model import DEMO_HUB_ID, demo_model
 
+MAX_JSON_BYTES = 256 << 20  # a file is read whole
 LOCK_WAIT_S = 1.0  # a process that was killed a moment ago may still be on its way out
 
 
@@ -70,7 +71,8 @@ def sync_folder(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """What is missing or damaged is None."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        small = path.is_file() and path.stat().st_size <= MAX_JSON_BYTES
+        found = json.loads(path.read_text(encoding="utf-8")) if small else None
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -63,8 +63,8 @@ def mutate(data: bytes, r: random.Random, words: tuple[bytes, ...] = ()) -> byte
             out[at:end] = out[(other := r.randrange(len(out) + 1)) : other + end - at]
         elif what == 6:
             out[at:at] = bytes([r.randrange(256)]) * r.choice((1, 3, 100, 5000))
-        else:
-            out[at : at if r.random() < 0.5 else end] = r.choice(words) * r.choice((1, 1, 1, 3, 2000))
+        elif what >= 7:
+            out[at : at if r.random() < 0.5 else end] = r.choice(words) * r.choice((1, 1, 1, 3, 500))
     return bytes(out)
 
 

@@ -212,11 +212,13 @@ class HfTokenizer:
         self.bos_text: str = tok.bos_token or ""
         self.eos_text: str = tok.eos_token or ""
         self.eos: int = -1 if tok.eos_token_id is None else int(tok.eos_token_id)
-        self._bos = (
-            []
-            if tok.bos_token_id is None or tok("a")["input_ids"][:1] != [tok.bos_token_id]
-            else [int(tok.bos_token_id)]
-        )
+        try:
+            starts = tok.bos_token_id is not None and tok("a")["input_ids"][:1] == [tok.bos_token_id]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            raise ModelError(f"the tokenizer of {folder} cannot be used: {str(error)[:200]}") from None
+        self._bos = [int(tok.bos_token_id)] if starts else []
         named = tok.chat_template.get("default") if isinstance(tok.chat_template, dict) else tok.chat_template
         self.has_template = bool(named)
         self.template: str = named or PLAIN_TEMPLATE
