@@ -261,7 +261,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], generate: bool) ->
     try:
         return sandbox.chat(tokenizer.template, given)
     except sandbox.Broken as error:
-        raise ModelError(f"the model's chat template is broken: {error}", "take another copy of the model") from None
+        raise ModelError(f"the model's chat template is broken, {error}", "take another copy of the model") from None
     except sandbox.Failed as error:
         hint = "the template may know no system message (leave data.system unset) or want user and assistant in turn"
         raise DataError(f"the model's chat template does not take this conversation: {error}", hint) from None
