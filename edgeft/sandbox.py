@@ -23,7 +23,11 @@ BYTES = 512 << 20  # of memory, beyond what the process needs to start
 OUTPUT_CHARS, OUTPUT_TIMES = 1 << 20, 16  # longest output: so much, and so many times the length of what was given
 SOURCE_CHARS = 1 << 20  # of a template or pattern
 
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; from edgeft.sandbox import main; main()"
+# As in stage.py: no module is looked for in the current folder, among the user's own files.
+BOOT = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; "
+    "import json; sys.path[:] = json.loads(sys.argv[1])['path']; from edgeft.sandbox import main; main()"
+)
 
 
 class Broken(Exception):

@@ -237,6 +237,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a token twice": (put("tokenizer.ggml.tokens", ARRAY, [*TOKENS[:-1], "a"], STRING), "stands twice"),
     "no byte tokens": (put("tokenizer.ggml.tokens", ARRAY, [f"t{i}" for i in range(263)], STRING), "single bytes"),
     "more tokens than rows": (vocabulary([*TOKENS, "z"]), "264 tokens, and 263 rows"),
+    "a part of several": (put("split.count", 2, 2), "one of several parts"),
     "unknown tokenizer": (put("tokenizer.ggml.model", STRING, "t5"), "vocabulary of type 't5'"),
 }
 

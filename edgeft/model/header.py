@@ -50,6 +50,8 @@ def check_file(path: str | Path) -> GGUF:
 def check_vocabulary(gguf: GGUF) -> None:
     """llama.cpp takes types and lengths of these arrays for granted, and aborts where a token stands twice."""
     again = "download or copy it again"
+    if gguf.get_key("split.count", 0) not in (0, 1):  # llama.cpp would open the others, which nobody has looked at
+        raise ModelError(f"{gguf.path} is one of several parts", "join them first: `llama-gguf-split --merge`")
     model = gguf.get_key("tokenizer.ggml.model")
     if model not in TOKENIZERS:
         said = "no vocabulary" if model is None else f"a vocabulary of type {str(model)[:40]!r}"
