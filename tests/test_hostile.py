@@ -260,6 +260,14 @@ def test_hostile_headers(tmp_path: Path, case: str) -> None:
     assert time.monotonic() - began < BOUND_S
 
 
+def test_an_array_whose_last_texts_are_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "short.gguf"
+    record = encode_string("x") + struct.pack("<IIQ", 9, 8, 3) + encode_string("a" * 20) + bytes(4)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + record)
+    with pytest.raises(ModelError, match="past the end"):
+        GGUF.open(path)
+
+
 def test_a_sparse_file_of_a_terabyte_is_refused_at_once(tmp_path: Path) -> None:
     """Zeros without end are texts of no length without end."""
     path = tmp_path / "big.gguf"

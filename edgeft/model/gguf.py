@@ -80,7 +80,7 @@ class GGUF:
         return ModelError(f"{self.path} is damaged or cut short: {what}", "download or copy it again")
 
     def _skip(self, count: int) -> None:
-        if count > self._limit - self._at:
+        if count > self._limit - self._at:  # also where it is past the end already
             raise self._bad("the header points past the end of the file")
         self._at += count
 
@@ -125,11 +125,10 @@ class GGUF:
         unpack, view, at, limit = STRUCTS["Q"].unpack_from, self._view, self._at, self._limit
         for _ in range(count):
             if at + 8 > limit:
-                break
+                raise self._bad("the header points past the end of the file")
             at += 8 + unpack(view, at)[0]
-        if at > limit or limit - self._at < 8 * count:
-            raise self._bad("the header points past the end of the file")
         self._at = at
+        self._skip(0)
 
     def _value(self, kind: int) -> Any:
         if kind in SCALARS:
