@@ -290,7 +290,7 @@ def _short(construct: Any) -> Any:
     """Numbers of thousands of digits are refused: Python does not even write them out."""
 
     def checked(loader: _Loader, node: yaml.ScalarNode) -> Any:
-        if len(str(node.value)) > 100:
+        if len(str(node.value)) > 1000:
             raise yaml.constructor.ConstructorError(None, None, "a number of too many digits", node.start_mark)
         return construct(loader, node)
 
