@@ -3,8 +3,8 @@
     python scripts/fuzz.py --inputs 100000 [--seconds 20] [--seed 1] [--kinds gguf,recipe] [--save DIR]
 
 Every input must be read or refused with an EdgeftError, within LIMIT_S and MEMORY; anything else is a finding, saved
-with its bytes. An input depends on seed, kind and number alone. Each kind runs in a process of its own, so that a crash
-(llama.cpp's included) is found too, and the next input goes on after it.
+with its bytes. An input depends on seed, kind and number alone. Each kind runs in a process of its own, so that a
+crash (llama.cpp's included) is found too, and another process goes on behind it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import resource
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -545,16 +544,23 @@ def put(path: Path, made: Made) -> None:
 # ---------------------------------------------------------------- one process for a kind
 
 
+def warm(kinds: list[str], seed: int) -> None:
+    """Imports what the readers import, once for all the processes that are forked from this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in kinds:
+            path = Path(folder, kind, KINDS[kind][1])
+            path.parent.mkdir()
+            put(path, make(kind, seed, 0))
+            with contextlib.suppress(Exception):
+                KINDS[kind][3](path)
+
+
 def work(kind: str, seed: int, first: int, last: int, until: float, folder: Path) -> None:
     """Inputs first … last - 1; the number reached, and what was found, stand in files."""
     from edgeft.errors import EdgeftError
 
     name, read = KINDS[kind][1], KINDS[kind][3]
     path = folder / name
-    make(kind, seed, 0)
-    with contextlib.suppress(BaseException):  # imports, outside of the limits
-        put(path, make(kind, seed, 0))
-        read(path)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -566,9 +572,9 @@ def work(kind: str, seed: int, first: int, last: int, until: float, folder: Path
     reached = os.open(folder / "reached", os.O_RDWR | os.O_CREAT, 0o600)
     accepted = refused = 0
     for number in range(first, last):
-        if time.time() > until:
-            break
         os.pwrite(reached, struct.pack("<QQQ", number, accepted, refused), 0)
+        if time.time() > until and number > first:
+            return
         put(path, make(kind, seed, number))
         try:
             signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
@@ -582,9 +588,22 @@ def work(kind: str, seed: int, first: int, last: int, until: float, folder: Path
                 file.write(json.dumps({"number": number, "said": said[-3000:]}) + "\n")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    else:
-        number = last
-    os.pwrite(reached, struct.pack("<QQQ", number, accepted, refused), 0)
+    os.pwrite(reached, struct.pack("<QQQ", last, accepted, refused), 0)
+
+
+def _fork(given: tuple[str, int, int, int, float, Path]) -> int:
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        silent = os.open(os.devnull, os.O_RDWR)
+        for handle in (0, 1, 2):
+            os.dup2(silent, handle)
+        work(*given)
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def supervise(kind: str, seed: int, first: int, count: int, until: float, folder: Path) -> dict[str, Any]:
@@ -593,42 +612,32 @@ def supervise(kind: str, seed: int, first: int, count: int, until: float, folder
     began, at, last = time.time(), first, first + count
     accepted = refused = 0
     findings: list[dict[str, Any]] = []
-    while at < last and time.time() < until:
+    while at < last and (time.time() < until or at == first):
         for name in ("reached", "found"):
             (folder / name).unlink(missing_ok=True)
-        given = [kind, seed, at, last, until, folder]
-        command = [sys.executable, __file__, "--work", json.dumps([str(g) for g in given])]
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        child = _fork((kind, seed, at, last, until, folder))
         seen, since, stuck = -1, time.time(), False
-        while child.poll() is None:
-            time.sleep(0.05)
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            time.sleep(0.02)
             now = _reached(folder)[0]
             if now != seen:
                 seen, since = now, time.time()
-            if time.time() - since > LIMIT_S + 20:
-                child.kill()
+            if time.time() - since > LIMIT_S + 20 and not stuck:
+                os.kill(child, signal.SIGKILL)
                 stuck = True
         number, good, bad = _reached(folder)
         accepted, refused = accepted + good, refused + bad
         if (folder / "found").is_file():
             findings += [json.loads(line) for line in (folder / "found").read_text("utf-8").splitlines()]
-        if child.returncode == 0:
+        if ended[1] == 0:
             at = number
             break
-        if number < 0:
-            raise SystemExit(f"the process for {kind} does not start: {' '.join(command)}")
-        said = "it stood still" if stuck else f"the process ended with {child.returncode}"
-        findings.append({"number": number, "said": said})
+        number = max(number, at)
+        code = os.waitstatus_to_exitcode(ended[1])
+        findings.append({"number": number, "said": "it stood still" if stuck else f"the process ended with {code}"})
         at = number + 1
-    seconds = time.time() - began
-    return {
-        "kind": kind,
-        "inputs": at - first,
-        "read": accepted,
-        "refused": refused,
-        "s": seconds,
-        "findings": findings,
-    }
+    counts = {"inputs": at - first, "read": accepted, "refused": refused}
+    return {"kind": kind, **counts, "s": time.time() - began, "findings": findings}
 
 
 def _reached(folder: Path) -> tuple[int, int, int]:
@@ -651,6 +660,7 @@ def fuzz(
     chosen = kinds or list(KINDS)
     total = sum(KINDS[kind][0] for kind in chosen)
     results = []
+    warm(chosen, seed)
     # in memory where that is possible: writing an input must not cost more than reading it
     memory = Path("/dev/shm")
     root = Path(tempfile.mkdtemp(prefix="edgeft-fuzz-", dir=memory if os.access(memory, os.W_OK) else None))
@@ -680,12 +690,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first input, to go on where a run ended")
     parser.add_argument("--kinds", help=f"some of {', '.join(KINDS)}")
     parser.add_argument("--save", type=Path, default=Path("fuzz-findings"))
-    parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.work:
-        kind, seed, first, last, until, folder = json.loads(given.work)
-        work(kind, int(seed), int(first), int(last), float(until), Path(folder))
-        return
     kinds = given.kinds.split(",") if given.kinds else None
     result = fuzz(given.inputs, given.seconds, given.seed, kinds, given.save, given.first)
     print(f"{'kind':<12}{'inputs':>10}{'read':>10}{'refused':>10}{'findings':>10}{'inputs/s':>10}")
