@@ -32,6 +32,13 @@ def folder() -> Path | None:
         return None
 
 
+def private(path: Path) -> None:
+    """Makes a folder that nobody else may look into: what lies here is made from the user's data, or is run."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(OSError):  # of another user, or a file system that knows no modes
+        path.chmod(0o700)
+
+
 def trunks() -> Path | None:
     found = folder()
     return found / "trunk" if found else None
@@ -138,8 +145,8 @@ def entries(root: Path) -> list[Entry]:
 @contextlib.contextmanager
 def changing(root: Path) -> Iterator[None]:
     """One process at a time makes room and takes it."""
-    root.mkdir(parents=True, exist_ok=True)
-    root.chmod(0o700)
+    private(root.parent)
+    private(root)
     handle = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -161,6 +168,38 @@ def make_room(root: Path, keep: Entry, need: int, limit: int) -> list[str]:
             total -= size
             gone.append(entry.path.name)
     return gone
+
+
+def remember(entry: Entry, run: Path) -> None:
+    """Writes down that a run uses a shared entry."""
+    with changing(entry.path.parent):
+        note = entry.note
+        entry.write_note({**note, "runs": sorted({*_users(note), str(run.resolve())})})
+
+
+def _users(note: dict[str, Any]) -> list[str]:
+    """Runs that use an entry, and are still there."""
+    found = note.get("runs")
+    return [str(run) for run in found if Path(str(run), "recipe.yaml").is_file()] if isinstance(found, list) else []
+
+
+def forget(run: Path) -> int:
+    """Takes a run's entries out of the shared cache, if no other run uses them; bytes freed."""
+    root, freed = trunks(), 0
+    if root is None or not root.is_dir():
+        return 0
+    mine = str(run.resolve())
+    with changing(root):
+        for entry in entries(root):
+            users = _users(entry.note)
+            if mine not in users:
+                continue
+            size = entry.bytes()
+            if users == [mine] and _take_away(entry):
+                freed += size
+            elif entry.note_file.is_file():
+                entry.write_note({**entry.note, "runs": [user for user in users if user != mine]})
+    return freed
 
 
 def clear(root: Path) -> tuple[int, int]:
@@ -231,6 +270,7 @@ def file_hash(file: Path) -> str:
     if memory is not None:
         kept = list(known.items())[-255:]
         with contextlib.suppress(Exception):  # without it, it is only slower
+            private(memory.parent)
             write_json(memory, {**dict(kept), str(file.resolve()): [*state, digest.hexdigest()]})
     return digest.hexdigest()
 

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from edgeft import __version__, config
+from edgeft import __version__, config, offline
 from edgeft.errors import ConfigError, EdgeftError
 from edgeft.screen import Screen
 
@@ -26,6 +26,7 @@ from edgeft.screen import Screen
 # for long made llama.cpp ten times slower; sleeping at once (OMP_WAIT_POLICY=passive) made training 1.5 times slower.
 # It must be set before torch or llama.cpp is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+offline.quiet()
 
 app = typer.Typer(
     add_completion=False,
@@ -40,6 +41,9 @@ err = Console(stderr=True, highlight=False)
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="GGUF file, Hugging Face folder or hub id.")]
 DataOption = Annotated[str | None, typer.Option("--data", "-d", help="File, folder or hub id with rows.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="One knob: `--set train.lr=2e-4`. May be repeated.")]
+OfflineOption = Annotated[
+    bool, typer.Option("--offline", help="Open no socket; always so when model and data are files here.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 
 
@@ -110,6 +114,10 @@ def finetune(
     schedule: Annotated[
         str | None, typer.Option(metavar="TIMES", help="Work only then, and pause in between: 22:00-07:00.")
     ] = None,
+    no_keep_data: Annotated[
+        bool, typer.Option("--no-keep-data", help="At the end, take away tokens and cache: `how.keep_data=false`.")
+    ] = False,
+    no_network: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune, export to GGUF, and compare before and after. With no model and data: the embedded ones."""
@@ -119,9 +127,10 @@ def finetune(
     if until not in stage.STAGES:
         raise ConfigError(f"unknown stage `{until}`", f"known: {', '.join(stage.STAGES)}")
     folder = out_folder if str(out_folder) != "." else Path("runs") / Path(recipe or "sparse-bp").stem
-    sets = [*(sets or []), *([] if threads is None else [f"how.threads={threads}"])]
-    sets += [] if schedule is None else [f"governor.schedule={schedule}"]
+    asked = {"how.threads": threads, "governor.schedule": schedule, "how.keep_data": False if no_keep_data else None}
+    sets = [*(sets or []), *(f"{key}={value}" for key, value in asked.items() if value is not None)]
     choice, profile = _resolve(recipe, device, model, data, sets, folder if resume else None)
+    offline.go_if(no_network, model_source(choice.model.path), choice.data.path, choice.data.heldout)
     screen = Screen(err if as_json else out)
     run = Run.start(folder, choice, resume)
     screen.line(f"run {folder} · recipe {choice.name} · model {Path(model_source(choice.model.path)).name}")
@@ -194,11 +203,14 @@ def evaluate(
         list[str] | None,
         typer.Option("--lm-eval", help="A task of lm-evaluation-harness, or its YAML file. May be repeated."),
     ] = None,
+    no_network: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """The tuned model beside the base model on the same held-out rows, with the difference and how sure it is."""
     from edgeft.evaluate import compare
 
+    if no_network or not lm_eval:  # the harness fetches its tasks' data
+        offline.go_if(no_network, target, data, base, *compare.sources(target))
     if lm_eval and (suite or data):
         raise ConfigError("`--lm-eval` brings its own questions", "leave out --suite and --data")
     screen = Screen(err if as_json else out)
@@ -296,6 +308,7 @@ def export(
         str | None, typer.Option(help="Type of updated tensors: auto, keep, f16, q8_0, q4_0 … [default: the recipe's]")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File, or folder for hf and peft.")] = None,
+    no_network: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the tuned model as one GGUF file (with an Ollama Modelfile), a Hugging Face folder or a PEFT adapter."""
@@ -303,6 +316,7 @@ def export(
     from edgeft.run import Run
 
     run = Run.open(target)
+    offline.go_if(no_network, pipeline.model_source(run.recipe.model.path))
     place = output or run.path / ("model.gguf" if format == "gguf" else format)
     screen = Screen(err if as_json else out)
     with screen:
@@ -325,6 +339,7 @@ def chat(
     from edgeft import pipeline
     from edgeft.chat import Chat
 
+    offline.go()  # a conversation needs nobody else
     with Chat(pipeline.chat_file(target), system=system, temperature=temperature, max_new=max_tokens) as talk:
         if prompt is not None:
             _answer(talk, prompt)
@@ -357,6 +372,7 @@ def show_data(
     file: Annotated[str, typer.Argument(help="File, folder or hub id with rows.")],
     model: ModelOption = None,
     sets: SetOption = None,
+    no_network: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """What is in a data file, and what the model would see of it."""
@@ -367,6 +383,7 @@ def show_data(
 
     recipe = config.apply_sets(config.Recipe(), [*(sets or [])])
     recipe.data.path = file
+    offline.go_if(no_network, pipeline.model_source(model), file, recipe.data.heldout)
     dataset = load(recipe.data)
     found = look(dataset, open_tokenizer(pipeline.model_source(model)), recipe.data)
     if as_json:
@@ -444,9 +461,20 @@ def show_cache(
 
 @command()
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Where runs lie.")] = Path("runs"), as_json: JsonOption = False
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FOLDER | rm RUN…]", help="Where runs lie [default: runs]; or runs to take away."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take away without asking.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """The runs in a folder, newest last: what was trained, and what it brought."""
+    """The runs in a folder, newest last: what was trained, and what it brought. `rm` takes runs away for good."""
+    if what and what[0] == "rm":
+        _remove_runs(what[1:], yes, as_json)
+        return
+    if what and len(what) > 1:
+        raise ConfigError(f"`edgeft runs` takes one folder, not {len(what)}", "`edgeft runs rm RUN…` takes runs away")
+    folder = Path(what[0]) if what else Path("runs")
     from edgeft.report.story import summary
     from edgeft.report.words import METRICS, duration, size
     from edgeft.run import runs as find
@@ -473,6 +501,25 @@ def runs(
             "" if row["seconds"] is None else duration(row["seconds"]),
         )
     out.print(table if rows else f"no runs in {folder}")
+
+
+def _remove_runs(names: list[str], yes: bool, as_json: bool) -> None:
+    from edgeft.run import Run
+
+    if not names:
+        raise ConfigError("`edgeft runs rm` needs the runs to take away", "for example `edgeft runs rm quickstart`")
+    places = [Path(name) if os.sep in name or Path(name).exists() else Path("runs") / name for name in names]
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError("nothing was taken away: there is nobody to ask", "say --yes")
+        if not typer.confirm(f"take away {', '.join(map(str, places))}, with all that was trained?"):
+            return
+    freed = {str(place): Run.remove(place) for place in places}
+    if as_json:
+        _print_json({"removed": freed})
+        return
+    for place, size in freed.items():
+        out.print(f"took away {place} ({size / 2**20:.1f} MiB)", soft_wrap=True)
 
 
 def _arrow(metric: str, before: float | None, after: float | None) -> str:

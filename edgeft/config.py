@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import yaml
 
 from edgeft.errors import ConfigError
 
+MAX_YAML_BYTES = 256 << 10  # read in some seconds even on a slow board
 TENSORS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -100,7 +102,9 @@ class TrainConfig:
     token_share: float = knob(
         1.0, "share of the positions that gradients pass through, trained ones always (TokenTune)", low=0.0, high=1.0
     )
-    validations: int = knob(4, "held-out loss is taken so many times in a run; the best checkpoint is kept", low=1)
+    validations: int = knob(
+        4, "held-out loss is taken so many times in a run; the best checkpoint is kept", low=1, high=10000
+    )
 
 
 @dataclass
@@ -150,6 +154,9 @@ class HowConfig:
     )
     step_in_place: bool = knob(
         False, "update a tensor as soon as its gradient is there, and free that; needs train.clip=0"
+    )
+    keep_data: bool = knob(
+        True, "keep the rows' tokens and the trunk cache after the run; false: take them away when it is complete"
     )
     checkpoint_s: float = knob(
         120.0, "seconds between checkpoints, more where writing one takes long; 0 = after every step", low=0.0
@@ -238,6 +245,11 @@ def _suggest(word: str, known: list[str]) -> str:
     return f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"
 
 
+def _shown(value: Any) -> str:
+    """A value as it stands in a message, cut short."""
+    return reprlib.repr(value)
+
+
 def _type_name(hint: Any) -> str:
     if isinstance(hint, types.UnionType):
         return " or ".join(_type_name(h) for h in typing.get_args(hint))
@@ -248,7 +260,7 @@ def _type_name(hint: Any) -> str:
 def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
     if hint is Any:
         return value
-    bad = ConfigError(f"`{key}` must be {_type_name(hint)}, not {value!r}", f"{key}: {meta.get('about', '')}")
+    bad = ConfigError(f"`{key}` must be {_type_name(hint)}, not {_shown(value)}", f"{key}: {meta.get('about', '')}")
     if isinstance(hint, types.UnionType):
         if value is None or value == "none":  # the explanations say "none = …"
             return None
@@ -272,11 +284,11 @@ def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
         value = int(value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)
-    if type(value) is not hint or (hint is float and not math.isfinite(value)):
+    if type(value) is not hint or (hint is float and not math.isfinite(value)) or (hint is int and abs(value) >> 63):
         raise bad
     if meta.get("choices") and value not in meta["choices"]:
         known = [str(c) for c in meta["choices"]]
-        raise ConfigError(f"`{key}` cannot be {value!r}", _suggest(str(value), known))
+        raise ConfigError(f"`{key}` cannot be {_shown(value)}", _suggest(str(value), known))
     low, high = meta.get("low"), meta.get("high")
     if (low is not None and value < low) or (high is not None and value > high):
         limits = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
@@ -292,14 +304,17 @@ def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
 def build(cls: type[Any], values: Any, where: str = "", base: Any = None) -> Any:
     """A dataclass from nested dictionaries, over `base` (or the defaults), refusing what it does not know."""
     if not isinstance(values, dict):
-        raise ConfigError(f"`{where or cls.__name__.lower()}` must be a table of keys, not {values!r}")
+        raise ConfigError(f"`{where or cls.__name__.lower()}` must be a table of keys, not {_shown(values)}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     result = cls() if base is None else dataclasses.replace(base)
     for name, value in values.items():
-        key = f"{where}.{name}" if where else str(name)
         if name not in fields:
-            raise ConfigError(f"unknown key `{key}`", _suggest(str(name), list(fields)))
+            word = name[:80] if isinstance(name, str) else _shown(name)
+            raise ConfigError(
+                f"unknown key `{where}.{word}`" if where else f"unknown key `{word}`", _suggest(word, list(fields))
+            )
+        key = f"{where}.{name}" if where else name
         if dataclasses.is_dataclass(hints[name]):
             made = build(typing.cast(type, hints[name]), value, key, getattr(result, name))
         else:
@@ -309,7 +324,14 @@ def build(cls: type[Any], values: Any, where: str = "", base: Any = None) -> Any
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without the second of two equal keys silently winning."""
+    """YAML without the second of two equal keys silently winning, and without aliases: a few lines of those make a
+    document that holds itself, or is larger than any memory."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read", event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -320,17 +342,38 @@ class _Loader(yaml.SafeLoader):
         return typing.cast(dict[Any, Any], super().construct_mapping(node, deep))
 
 
+def _short(construct: Any) -> Any:
+    """Numbers of thousands of digits are refused: Python does not even write them out."""
+
+    def checked(loader: _Loader, node: yaml.ScalarNode) -> Any:
+        if len(str(node.value)) > 1000:
+            raise yaml.constructor.ConstructorError(None, None, "a number of too many digits", node.start_mark)
+        return construct(loader, node)
+
+    return checked
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _short(_Loader.construct_yaml_int))
+_Loader.add_constructor("tag:yaml.org,2002:float", _short(_Loader.construct_yaml_float))
+
+
 def _parse(text: str) -> Any:
     """One YAML document; whatever is wrong with it is a YAMLError."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except (ValueError, RecursionError) as error:  # 2024-13-45 looks like a date; [[[[… goes too deep
+    except (ValueError, OverflowError, RecursionError) as error:  # 2024-13-45 looks like a date; [[[[… goes too deep
         raise yaml.YAMLError(str(error)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        if not path.is_file():  # a pipe would wait for ever
+            raise ConfigError(f"{path} is no regular file", "recipes are YAML files")
+        with path.open("rb") as file:
+            raw = file.read(MAX_YAML_BYTES + 1)
+        if len(raw) > MAX_YAML_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_YAML_BYTES >> 10} KiB", "recipes are short YAML files")
+        text = raw.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from edgeft import config, device, sensors
+from edgeft import cache, config, device, sensors
 from edgeft.device import ROOT, read_text
 
 PACKAGES = ("edgeft", "torch", "transformers", "llama-cpp-python", "bitsandbytes")
@@ -120,7 +120,7 @@ def _write_cache(entries: dict[str, dict[str, float]]) -> None:
         return
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        cache.private(path.parent)
         temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError:  # read-only home, full disk: then it is measured again next time

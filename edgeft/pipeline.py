@@ -36,10 +36,10 @@ VERIFY_ROWS = 12  # held-out rows on which an exported file must agree with the 
 
 def check_model(source: str, frozen: str = "auto") -> None:
     """Refuses what cannot be trained before any work is done; reads a header only."""
-    from edgeft.model.header import check_architecture, check_frozen
+    from edgeft.model.header import check_file, check_frozen
 
     if is_gguf(source):
-        check_architecture(GGUF.open(source))
+        check_file(source)
         check_frozen(source, frozen)
     elif not Path(source).exists() and (source.count("/") != 1 or source.startswith((".", "/", "~"))):
         raise ModelError(
@@ -148,7 +148,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     """Up to the best checkpoint."""
     if not run.tokens.is_file():
         prepare(run, progress)
-    if run.done.is_file():
+    if run.read_json(run.done) is not None:
         return
     from edgeft import plan
     from edgeft.cache import model_id
@@ -158,6 +158,8 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     rows, heldout = data_tokens.load(run.tokens, texts=False)
     source = model_source(run.recipe.model.path)
     shape = plan.shape_of(source, run.recipe.model.frozen)
+    if max(int(r.ids.max()) for r in rows + heldout) >= shape.vocabulary:
+        raise RunError(f"{run.tokens} holds tokens that the model does not have", "delete it: it is made anew")
     planned = schemes.make(run.recipe.update, shape.depth, GGUF.open(source).arch if is_gguf(source) else "llama")
     engine = choose_engine(run, shape, planned, rows, progress)
     run.recipe.how.compile = "on" if engine.kernels else "off"  # what `auto` came to: the plan depends on it
@@ -178,6 +180,8 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
 
 def trained_stack(run: Run) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The run's model with its best checkpoint loaded."""
+    from safetensors import SafetensorError
+
     from edgeft.train.loop import load_trained
 
     if not run.best.is_file():
@@ -185,7 +189,14 @@ def trained_stack(run: Run) -> tuple[Stack, Scheme, dict[str, Any]]:
             f"{run.path} has no trained weights yet", f"go on with `edgeft finetune --resume --out {run.path}`"
         )
     stack, scheme, parameters = build(run.recipe)
-    load_trained(parameters, run)
+    try:
+        load_trained(parameters, run)
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError, OSError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise RunError(
+            f"{run.best} is damaged or of another model: {reason}",
+            f"delete {run.done}, and go on with `edgeft finetune --resume --out {run.path}`",
+        ) from None
     return stack, scheme, parameters
 
 
@@ -221,6 +232,11 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -
     from edgeft.export.verify import verify
     from edgeft.model.tokenizer import open_tokenizer
 
+    if not run.tokens.is_file():
+        raise RunError(
+            f"{run.path} keeps no rows to check an exported file with",
+            f"prepare them again: `edgeft finetune --resume --until prepare --out {run.path}`",
+        )
     _, heldout = data_tokens.load(run.tokens)
     tokenizer = open_tokenizer(source)
     with ExitStack() as cleanup:

@@ -18,6 +18,7 @@ from edgeft import config
 from edgeft.errors import ConfigError, RunError
 from edgeft.model import DEMO_HUB_ID, demo_model
 
+MAX_JSON_BYTES = 256 << 20  # a file is read whole
 LOCK_WAIT_S = 1.0  # a process that was killed a moment ago may still be on its way out
 
 
@@ -70,8 +71,9 @@ def sync_folder(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """What is missing or damaged is None."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        small = path.is_file() and path.stat().st_size <= MAX_JSON_BYTES
+        found = json.loads(path.read_text(encoding="utf-8")) if small else None
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -79,6 +81,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def write_json(path: Path, values: dict[str, Any]) -> None:
     with replacing(path) as file:
         file.write(json.dumps(values, indent=1).encode())
+
+
+def _remove(path: Path) -> None:
+    """A file, a link itself, or a folder with all that is in it; nothing if it is not there."""
+    import shutil
+
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)  # it does not follow links
+    else:
+        path.unlink(missing_ok=True)
 
 
 class Run:
@@ -132,7 +144,7 @@ class Run:
         elif resume:
             raise RunError(f"there is no run in {path} to resume", "leave out --resume to start one")
         with writing(path):
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.chmod(0o700)  # it holds the user's data
         run.lock()
         with replacing(run.recipe_file) as file:
@@ -172,6 +184,37 @@ class Run:
         with contextlib.suppress(OSError):  # something else lies in it
             self.path.rmdir()
 
+    def drop_data(self) -> None:
+        """Takes away the rows' tokens and what was computed from them; what was learned stays."""
+        from edgeft import cache
+
+        with writing(self.path):
+            self.tokens.unlink(missing_ok=True)
+            _remove(self.trunk)
+            cache.forget(self.path)
+
+    @staticmethod
+    def remove(path: Path) -> int:
+        """Takes away a whole run, with what it alone uses in the shared cache; bytes freed. No link is followed."""
+        from edgeft import cache
+
+        if path.is_symlink():
+            raise RunError(f"{path} is a link", "name the folder itself")
+        if not (path / "recipe.yaml").is_file() or not (path / "lock").is_file():
+            raise RunError(f"{path} is no run folder (it holds no recipe.yaml or no lock)", "`edgeft runs` lists them")
+        if Path.cwd().is_relative_to(path.resolve()):
+            raise RunError(f"{path} is the folder that you are in", "leave it first")
+        run = Run(path, config.Recipe())
+        run.lock()
+        size = sum(file.lstat().st_size for file in path.rglob("*"))
+        with writing(path, "`ls -l` shows who may"):
+            freed = cache.forget(path)
+            for item in path.iterdir():
+                if item.name not in ("recipe.yaml", "lock"):  # last: without them it would be no run any more
+                    _remove(item)
+            _remove(path)
+        return size + freed
+
     def log(self, **values: Any) -> None:
         """One line of metrics.jsonl."""
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
@@ -187,9 +230,10 @@ class Run:
         """What metrics.jsonl holds; a last line cut off by a crash is left out."""
         found = []
         with contextlib.suppress(OSError):
-            for line in self.metrics.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):
-                    found.append(json.loads(line))
+            for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, RecursionError):
+                    event = json.loads(line)
+                    found += [event] if isinstance(event, dict) else []
         return found
 
 

@@ -39,7 +39,7 @@ def complete(run: Run, name: str) -> bool:
         "export": (run.model, run.exported),
         "eval": (run.evaluation,),
     }
-    return all(file.is_file() for file in made[name])
+    return all(file.is_file() and (file.suffix != ".json" or read_json(file) is not None) for file in made[name])
 
 
 def finetune(run: Run, until: str, budget_bytes: int = 0, to_stderr: bool = False) -> dict[str, Any]:
@@ -56,6 +56,8 @@ def finetune(run: Run, until: str, budget_bytes: int = 0, to_stderr: bool = Fals
                     run.discard_if_empty()  # a mistake in the call leaves no folder behind
                 raise
             write_json(run.peaks, peaks)
+    if until == STAGES[-1] and not run.recipe.how.keep_data:
+        run.drop_data()
     wanted = STAGES[: STAGES.index(until) + 1]
     result: dict[str, Any] = {"run": str(run.path)}
     if "train" in wanted:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from edgeft import offline
 from edgeft.model import demo_model
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line does: waiting threads soon sleep
@@ -19,6 +20,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line does: wa
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test reads or writes the user's cache, nor do the processes that it starts."""
     os.environ["EDGEFT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def own_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that went offline in this process, as it does with local files, leaves the next test as it was."""
+    for name in offline.OFFLINE:
+        monkeypatch.setenv(name, "")
 
 
 @pytest.fixture(scope="session")

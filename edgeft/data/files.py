@@ -10,11 +10,13 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgeft import offline
 from edgeft.errors import DataError
 from edgeft.model.tokenizer import go_offline_if_cut_off
 
@@ -28,6 +30,12 @@ NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "sta
 KNOWN_HINT = f"known endings: {' '.join(TABLE_ENDINGS + TEXT_ENDINGS)}"
 ROW_HINT = 'one row per line, for example {"question": "…", "answer": "…"}'
 UTF8_HINT = "save the file as UTF-8 (`iconv -f latin1 -t utf-8 OLD > NEW`)"
+
+
+MAX_LINE_BYTES = 16 << 20  # a line is read whole: one of 16 MiB is a book, and takes 0.3 GiB at the worst
+MAX_WHOLE_BYTES = 256 << 20  # of a file that is read whole
+MAX_FILE_BYTES = 2 << 30  # of any: all rows are in memory before they are tokens
+MAX_ROWS = 1 << 24
 
 
 class Unusable(Exception):
@@ -55,7 +63,11 @@ class Source:
 def _lines(path: Path, name: str) -> Iterator[str]:
     """Lines with their endings; a BOM is fine, anything but UTF-8 is an error with its line number."""
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
+        for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
+            if len(raw) > MAX_LINE_BYTES:
+                raise DataError(f"{name}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB", ROW_HINT)
+            if number > MAX_ROWS:
+                raise DataError(f"{name} has more than {MAX_ROWS:,} lines", "take a part of it")
             try:
                 yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError:
@@ -80,6 +92,11 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Found]:
 
 
 def _read_json(path: Path, name: str) -> Iterator[Found]:
+    if path.stat().st_size > MAX_WHOLE_BYTES:
+        raise DataError(
+            f"{name} has more than {MAX_WHOLE_BYTES >> 20} MiB, and JSON is read whole",
+            "write it as .jsonl, one row per line",
+        )
     text = "".join(_lines(path, name))
     try:
         value = _parse(text, name)
@@ -105,12 +122,16 @@ def _flat(records: list[Any]) -> Iterator[Any]:
             yield record
             continue
         for paragraph in record["paragraphs"]:
-            for asked in paragraph.get("qas", []):
-                yield {"context": paragraph.get("context"), **asked}
+            asked = paragraph.get("qas") if isinstance(paragraph, dict) else None
+            if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
+                yield Unusable("a paragraph without a list of questions")
+                continue
+            for one in asked:
+                yield {"context": paragraph.get("context"), **one}
 
 
 def _read_csv(path: Path, name: str) -> Iterator[Found]:
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(MAX_LINE_BYTES)
     header = next(_lines(path, name), "")
     delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t|", key=header.count)
     table = csv.DictReader(_lines(path, name), delimiter=delimiter)
@@ -131,14 +152,21 @@ def _read_parquet(path: Path, name: str) -> Iterator[Found]:
     except ImportError:
         raise DataError(f"{name}: reading Parquet needs pyarrow", "pip install pyarrow") from None
     try:
-        with parquet.ParquetFile(path) as file:
-            records = (record for batch in file.iter_batches(batch_size=1024) for record in batch.to_pylist())
-            for number, record in enumerate(records, 1):
-                yield f"{name}:row {number}", record
-    except pyarrow.ArrowException as error:
-        raise DataError(
-            f"{name} is not a readable Parquet file: {str(error).splitlines()[0]}", "write the file again"
-        ) from None
+        with parquet.ParquetFile(path, memory_map=False) as file:
+            if file.metadata.num_rows > MAX_ROWS:
+                raise DataError(f"{name} claims {file.metadata.num_rows:,} rows", "take a part of it")
+            number = 0
+            for batch in file.iter_batches(batch_size=256, use_threads=False):
+                if batch.nbytes > MAX_WHOLE_BYTES:
+                    raise DataError(f"{name}, from row {number + 1}: 256 rows of {batch.nbytes >> 20} MiB", ROW_HINT)
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{name}:row {number}", record
+    except (pyarrow.ArrowException, OSError, OverflowError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno:  # the file system's; pyarrow's own have no number
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise DataError(f"{name} is not a readable Parquet file: {reason}", "write the file again") from None
 
 
 def _read_text(path: Path, name: str) -> Iterator[Found]:
@@ -163,8 +191,13 @@ def _read_file(path: Path, name: str) -> Iterator[Found]:
     if read is None:
         raise DataError(f"{name}: unknown file ending `{path.suffix}`", KNOWN_HINT)
     try:
-        if path.stat().st_size == 0:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever, a device would never end
+            raise DataError(f"{name} is no regular file", KNOWN_HINT)
+        if status.st_size == 0:
             raise DataError(f"{name} is empty", ROW_HINT)
+        if status.st_size > MAX_FILE_BYTES:
+            raise DataError(f"{name} has more than {MAX_FILE_BYTES >> 30} GiB", "take a part of it: `head -n 100000`")
         yield from read(path, name)
     except OSError as error:
         raise os_error(error, name) from None
@@ -183,23 +216,37 @@ def os_error(error: OSError, name: str) -> DataError:
 # ---------------------------------------------------------------- where files lie
 
 
+def _check_inside(path: Path, folders: list[Path]) -> None:
+    """A folder from elsewhere may hold links to what is private: nobody asked for that to be trained on."""
+    real = path.resolve()
+    if not any(real.is_relative_to(folder) for folder in folders):
+        raise DataError(f"{path} is a link that leads out of its folder, to {real}", "give that file or folder itself")
+
+
 def _walk(folder: Path) -> list[Path]:
     """Data files under a folder, in name order; each folder once, even when links lead around in circles."""
     files: list[Path] = []
     seen: set[tuple[int, int]] = set()
+    inside = [folder.resolve()]
+    if inside[0].parent.name == "snapshots":  # in the hub's cache, files are links to their content beside it
+        inside.append(inside[0].parent.parent / "blobs")
 
     def refuse(error: OSError) -> None:
         raise os_error(error, str(error.filename))
 
     for root, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        stat = os.stat(root)
-        if (stat.st_dev, stat.st_ino) in seen:
+        status = os.stat(root)
+        if (status.st_dev, status.st_ino) in seen:
             folders.clear()
             continue
-        seen.add((stat.st_dev, stat.st_ino))
+        seen.add((status.st_dev, status.st_ino))
+        _check_inside(Path(root), inside)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         usable = [Path(root, name) for name in sorted(names) if not name.startswith(".") and name not in NOT_ROWS]
-        files += [path for path in usable if path.suffix.lower() in READERS and path.is_file()]
+        found = [path for path in usable if path.suffix.lower() in READERS and path.is_file()]
+        for path in found:
+            _check_inside(path, inside)
+        files += found
     tables = [path for path in files if path.suffix.lower() in TABLE_ENDINGS]
     if not files:
         raise DataError(f"{folder} holds no data files", KNOWN_HINT)
@@ -224,6 +271,10 @@ def _hub(name: str) -> dict[str, Source]:
     except ImportError:
         raise DataError(f"{name}: hub ids need `datasets`", "pip install datasets") from None
     except Exception as error:  # the hub client, its transport and the set's files raise what they like
+        if offline.on():
+            raise DataError(
+                f"{name} is neither a file nor in the hub's cache here, and this is offline", offline.HINT
+            ) from None
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         if "onfig name is missing" in str(error):
             hint = f"choose a configuration: `{name}:NAME`"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,11 +47,16 @@ class Dataset:
 # ---------------------------------------------------------------- one record to one row
 
 
+def _finite(value: Any) -> bool:
+    """JSON as Python reads it knows NaN and 1e999."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def _text(record: dict[str, Any], *names: str, what: str = "", optional: bool = False) -> str:
     """The first of these columns that is there, as text without space around it."""
     name = next((n for n in names if record.get(n) is not None), names[0])
     value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, (str, int, float, type(None))):
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, type(None))) or not _finite(value):
         raise Unusable(f"`{name}` is not text")
     text = "" if value is None else str(value).strip()
     if not text and not optional:
@@ -64,7 +70,7 @@ def _answers(value: Any) -> list[str]:
         value = value.get("text")
     items = value if isinstance(value, list) else [value]
     items = [item.get("text") if isinstance(item, dict) else item for item in items]
-    texts = [str(item).strip() for item in items if isinstance(item, (str, int, float))]
+    texts = [str(item).strip() for item in items if isinstance(item, (str, int, float)) and _finite(item)]
     kept = list(dict.fromkeys(text for text in texts if text))
     if not kept:
         raise Unusable("answer is empty")
@@ -87,7 +93,7 @@ def _messages(items: Any) -> list[dict[str, str]]:
         role = ROLES.get(role, role)
         content = item.get("content", item.get("value"))
         if isinstance(content, list):  # [{"type": "text", "text": ...}]
-            content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+            content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
         if role not in ("system", "user", "assistant"):
             raise Unusable(f"role `{role}` is not known")
         if not isinstance(content, str):
@@ -187,7 +193,7 @@ class Reader:
                     raise Unusable(f"does not have the columns of {chosen}" if chosen else "no known columns")
                 matched = True
                 row = known[0][2](record)
-            except Unusable as reason:
+            except (Unusable, RecursionError) as reason:
                 self.skipped.append((where, str(reason)))
                 continue
             chosen, row.source = known[0][0], where

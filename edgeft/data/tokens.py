@@ -230,18 +230,37 @@ def save(path: Path, train: list[Encoded], heldout: list[Encoded]) -> None:
 def load(path: Path, texts: bool = True) -> tuple[list[Encoded], list[Encoded]]:
     """(train, heldout) as they were saved; without `texts` ids and masks alone, which is all that training needs."""
     try:
+        with zipfile.ZipFile(path) as packed:  # it is written uncompressed: nothing in it can be larger than it is
+            if sum(entry.file_size for entry in packed.infolist()) > path.stat().st_size:
+                raise ValueError("its parts are larger than the whole")
         with np.load(path, allow_pickle=False) as arrays:
             return _unpack(arrays, "train", texts), _unpack(arrays, "heldout", texts)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}", "prepare the rows again") from None
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError) as error:
-        raise RunError(f"{path} is damaged: {error}", "delete it, and the rows are prepared again") from None
+    except Exception as error:  # zipfile and numpy raise a dozen kinds on bytes that are not theirs
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise RunError(f"{path} is damaged: {reason}", "delete it, and the rows are prepared again") from None
 
 
 def _unpack(arrays: Any, side: str, texts: bool) -> list[Encoded]:
     ids, trained, cut = (arrays[f"{side}_{name}"] for name in ("ids", "trained", "cut"))
     records = json.loads(arrays[f"{side}_rows"].tobytes()) if texts else [{"messages": [], "answers": []}] * len(cut)
-    rows = [Row(**record) for record in records]
+    rows = [_row(record) for record in records]
     ends = [0, *arrays[f"{side}_ends"].tolist()]
+    sizes = {len(rows), len(ends) - 1, len(cut)}
+    if len(sizes) > 1 or ends != sorted(ends) or not len(ids) == len(trained) == ends[-1]:
+        raise ValueError("its parts do not fit together")
+    if (ids.dtype, trained.dtype) != (np.int32, np.bool_) or (len(ids) and ids.min() < 0):
+        raise ValueError("its tokens are none")
     spans = zip(ends, ends[1:], rows, cut.tolist(), strict=False)
     return [Encoded(ids[start:end], trained[start:end], row, removed) for start, end, row, removed in spans]
+
+
+def _row(record: dict[str, Any]) -> Row:
+    row = Row(**record)
+    texts = [*row.answers, row.context, row.source, row.follows, *([] if row.text is None else [row.text])]
+    for message in row.messages:
+        texts += [message["role"], message["content"]]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("a row holds what is no text")
+    return row

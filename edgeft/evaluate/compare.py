@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from edgeft.config import Recipe
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
-from edgeft.errors import DataError
+from edgeft.errors import DataError, RunError
 from edgeft.model import demo_model, is_gguf
 from edgeft.model.gguf import GGUF
 from edgeft.pipeline import check_model, model_source, trained_stack
@@ -203,6 +203,14 @@ def run_of(place: Path) -> Run | None:
     return Run.open(folder) if (folder / "recipe.yaml").is_file() else None
 
 
+def sources(target: str) -> list[str | None]:
+    """Where the model and the rows come from that `edgeft eval TARGET` reads when nothing else is named."""
+    run = run_of(Path(target))
+    if run is None:
+        return []
+    return [model_source(run.recipe.model.path), run.recipe.data.path, run.recipe.data.heldout]
+
+
 def subjects_of(target: str, base: str | None, progress: Progress) -> tuple[list[Subject], Run | None]:
     """The models that `edgeft eval TARGET` compares, base first; the run they belong to."""
     run = run_of(Path(target))
@@ -241,7 +249,9 @@ def evaluate(
     if suite_name is None:
         suite.eval = recipe.eval
     rows = limit or suite.eval.rows
-    own = data is None and suite.data.path is None and run is not None and run.tokens.is_file()
+    own = data is None and suite.data.path is None and run is not None
+    if own and run is not None and not run.tokens.is_file():
+        raise RunError(f"{run.path} keeps no rows to score", "name a file with --data")
     if own and run is not None and suite.prompt == "chat" and suite.score not in ("choice", "mixed"):
         items = make_items(suite, data_tokens.load(run.tokens)[1][:rows])
         if not items:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from edgeft.errors import ModelError
 from edgeft.evaluate.ask import Ask, Progress, Said
+from edgeft.model.header import check_file
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,6 +108,7 @@ class LlamaFile:
         self._ctx: Any = None
         if not self.path.is_file():
             raise ModelError(f"there is no file {self.path}", "give the path of a GGUF file")
+        check_file(self.path)  # damage must not reach llama.cpp, which may abort
         api = self._api = _library()
         _errors.clear()
         self._model = api.llama_model_load_from_file(os.fsencode(self.path), api.llama_model_default_params())

@@ -6,13 +6,13 @@ Loss is in nats per token; the other scores are from 0 to 100, and None where no
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from edgeft import sandbox
 from edgeft.data.tokens import Encoded
-from edgeft.errors import DataError
+from edgeft.errors import ConfigError, DataError
 from edgeft.evaluate import metrics
 from edgeft.evaluate.ask import Progress, Said, Scorer
 from edgeft.evaluate.paired import LEVEL, bootstrap
@@ -137,8 +137,10 @@ def take(output: str, how: str) -> str:
         return output
     if how == "first_line":
         return output.split("\n", 1)[0].strip()
-    match = re.search(how, output, re.DOTALL)
-    return (match.group(1) or "").strip() if match else ""
+    try:
+        return sandbox.search(how, output).strip()
+    except (sandbox.Broken, sandbox.Failed) as error:
+        raise ConfigError(f"`take` is {how[:80]!r}, which cannot be used: {error}") from None
 
 
 def nearest_label(output: str, labels: Sequence[str]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from edgeft import sandbox
 from edgeft.config import DataConfig, EvalConfig, build, knob, read_yaml, shipped
 from edgeft.data import files
 from edgeft.data.rows import Reader, Row
@@ -66,13 +67,19 @@ def load_suite(name: str) -> Suite:
         raise ConfigError(f"`name` is {suite.name!r}, and must be one word", "results are stored under it")
     if suite.take not in ("all", "first_line"):
         try:
-            groups = re.compile(suite.take).groups
-        except re.error as error:
-            raise ConfigError(f"`take` is {suite.take!r}, which is no regular expression: {error}") from None
-        if groups < 1:
-            raise ConfigError(f"`take` is {suite.take!r}, which has no group", "put the answer's part in ( )")
+            sandbox.check("search", suite.take)
+        except (sandbox.Broken, sandbox.Failed) as error:
+            raise ConfigError(
+                f"`take` is {suite.take[:80]!r}, which is no regular expression with a group: {error}",
+                "put the answer's part in ( )",
+            ) from None
     if suite.prompt != "chat":
-        _template(suite.prompt)
+        try:
+            sandbox.check("prompt", suite.prompt)
+        except (sandbox.Broken, sandbox.Failed) as error:
+            raise ConfigError(
+                f"`prompt` is no jinja template: {error}", "for example 'Question: {{question}}\\nAnswer:'"
+            ) from None
     for key in ("path", "heldout"):
         named = getattr(suite.data, key)
         if named and (path.parent / named).exists():
@@ -138,7 +145,7 @@ def read_items(suite: Suite, data: DataConfig, tokenizer: Tokenizer, limit: int)
             for where, record in found[: limit - len(choices)]:
                 try:
                     choices.append(_choice(suite, record, where, tokenizer))
-                except files.Unusable as reason:
+                except (files.Unusable, RecursionError) as reason:
                     skipped.append((where, str(reason)))
             records = rest
         if records and len(rows) < limit:
@@ -228,20 +235,11 @@ def _prompt(suite: Suite, row: Row, tokenizer: Tokenizer) -> tuple[str, str]:
     if suite.prompt == "chat":
         system = [{"role": "system", "content": suite.data.system}] if suite.data.system else []
         return render(tokenizer, [*system, *row.messages[:-1]], generate=True), ""
-    text = str(_template(suite.prompt).render(question=question_of(row), context=row.context)).rstrip("\n")
-    return text, "" if text[-1:].isspace() else " "
-
-
-def _template(source: str) -> Any:
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
     try:
-        return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(
-            f"`prompt` is no jinja template: {error}", "for example 'Question: {{question}}\\nAnswer:'"
-        ) from None
+        text = sandbox.prompt(suite.prompt, {"question": question_of(row), "context": row.context}).rstrip("\n")
+    except (sandbox.Broken, sandbox.Failed) as error:
+        raise ConfigError(f"`prompt` cannot be rendered: {error}", "it knows {{question}} and {{context}}") from None
+    return text, "" if text[-1:].isspace() else " "
 
 
 def _continued(

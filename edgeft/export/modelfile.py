@@ -156,6 +156,8 @@ def modelfile(gguf_path: Path) -> str:
     """The text of a Modelfile for this GGUF file, which stands beside it."""
     tokenizer = GgufTokenizer(gguf_path)
     turns = learn(tokenizer)
+    if turns and '"""' in turns.go():  # it would end the template, and what follows would be commands
+        turns = None
     lines = [f"# ollama create {gguf_path.stem} -f {modelfile_path(gguf_path).name}", f"FROM ./{gguf_path.name}"]
     if turns:
         lines.append(f'TEMPLATE """{turns.go()}"""')
@@ -164,9 +166,14 @@ def modelfile(gguf_path: Path) -> str:
         lines.append("# Ollama chooses one by what it finds in the file; `ollama show --template` prints it.")
     pieces = {tokenizer.piece(token) for token in tokenizer.eog}
     ends = sorted(piece for piece in pieces if piece and turns and piece in turns.answered)
-    lines += [f'PARAMETER stop "{end}"' for end in ends or [tokenizer.eos_text] if end]
+    lines += [f'PARAMETER stop "{end}"' for end in ends or [tokenizer.eos_text] if _plain(end)]
     lines.append("PARAMETER temperature 0")
     return "\n".join(lines) + "\n"
+
+
+def _plain(text: str) -> bool:
+    """Text that stands in quotes as it is; a token may hold a line break, and behind it a command."""
+    return bool(text) and text.isprintable() and '"' not in text
 
 
 def modelfile_path(gguf_path: Path) -> Path:

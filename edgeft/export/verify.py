@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -154,13 +154,12 @@ def _same_text(
     path: Path, file: LlamaFile, rows: Sequence[Encoded], tokenizer: Tokenizer, system: str | None
 ) -> tuple[bool, bool]:
     """(same template, same ids): prompts as llama-cpp-python renders and llama.cpp reads them, and as we do."""
-    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
+    from edgeft import sandbox
     from edgeft.data.tokens import prompt_ids
     from edgeft.model.tokenizer import GgufTokenizer, render
 
     inside = GgufTokenizer(path)
-    formatter = Jinja2ChatFormatter(inside.template, eos_token=inside.eos_text, bos_token=inside.bos_text)
+    special = {"eos_token": inside.eos_text, "bos_token": inside.bos_text}
     dated = "strftime_now" in tokenizer.template  # such a prompt is another one tomorrow
     same_template, same_ids = True, True
     for row in rows:
@@ -171,7 +170,10 @@ def _same_text(
             continue
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
-        text = formatter(messages=cast(Any, messages)).prompt
+        try:
+            text = sandbox.chat_as_llama_cpp(inside.template, {**special, "messages": messages})
+        except (sandbox.Broken, sandbox.Failed) as error:
+            raise ExportError(f"llama-cpp-python cannot render the file's chat template: {error}") from None
         ids = file.tokenize(text)
         same_template = same_template and text == render(tokenizer, messages, generate=True)
         same_ids = same_ids and ids == tokenizer.encode(text)

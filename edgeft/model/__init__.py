@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 from pathlib import Path
@@ -33,7 +34,7 @@ def is_gguf(path: str | Path) -> bool:
     if path.suffix.lower() == ".gguf":
         return True
     try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError:
+        with path.open("rb") if path.is_file() else contextlib.nullcontext() as file:  # a pipe would wait for ever
+            return file is not None and file.read(4) == b"GGUF"
+    except (OSError, ValueError):
         return False

@@ -63,7 +63,8 @@ def build() -> Path:
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     threads = () if platform.system() == "Darwin" else ("-fopenmp",)  # Apple's clang has no OpenMP: one thread
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        cache.private(file.parent.parent)  # whoever can write here runs code as this user
+        cache.private(file.parent)
         result = subprocess.run(
             [program, *FLAGS, native, *threads, str(SOURCE), "-o", str(temporary)], capture_output=True, text=True
         )

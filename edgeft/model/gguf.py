@@ -6,7 +6,9 @@ Every count, length and offset is checked against the file size before it is use
 from __future__ import annotations
 
 import builtins
+import math
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,13 +17,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
 
 from edgeft.errors import ModelError
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
-MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 18, 4
+QUANT_SIZES = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}  # (values, bytes) of a block
+STRUCTS = {code: struct.Struct("<" + code) for code in SCALARS.values()}
+UINT32, STRING, ARRAY = 4, 8, 9
+# What no honest header comes near, so that a hostile one is refused in bounded time and memory, even in a sparse file.
+MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 16, 4
+MAX_ITEMS = 1 << 22  # values of all arrays together; a vocabulary of 256,000 with its merges has about a million
+MAX_KEY_BYTES, MAX_NAME_BYTES = (1 << 16) - 1, 63  # of the format, and of ggml
+MAX_STRING_BYTES, MAX_HEADER_BYTES = 1 << 24, 1 << 28
+MAX_ALIGNMENT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -41,66 +50,85 @@ class GGUF:
         self.data = data
         self.tensors: dict[str, TensorInfo] = {}
         self.records: dict[str, tuple[int, int, int]] = {}  # key → (start of record, start of value, end)
-        self._at = 0
+        self._view = memoryview(data)  # type: ignore[arg-type]  # numpy's types do not say so before Python 3.12
+        self._limit = min(data.size, MAX_HEADER_BYTES)
+        self._at = self._items = 0
         self._parse()
 
     @staticmethod
     def open(path: str | Path) -> GGUF:
         path = Path(path)
+        again = "give a .gguf file or a Hugging Face folder"
         try:
-            if path.is_dir():
-                raise ModelError(f"{path} is a folder, not a GGUF file")
-            if path.stat().st_size < 24:
-                raise ModelError(f"{path} is not a GGUF file: it has only {path.stat().st_size} bytes")
+            status = path.stat()
+            if stat.S_ISDIR(status.st_mode):
+                raise ModelError(f"{path} is a folder, not a GGUF file", again)
+            if not stat.S_ISREG(status.st_mode):
+                raise ModelError(f"{path} is no regular file", again)
+            if status.st_size < 24:
+                raise ModelError(f"{path} is not a GGUF file: it has only {status.st_size} bytes", again)
             data = np.memmap(path, dtype=np.uint8, mode="r")
         except FileNotFoundError:
             raise ModelError(f"there is no model file {path}", "check the path given with --model") from None
         except OSError as error:
             raise ModelError(f"cannot read {path}: {error.strerror}") from None
-        try:
-            return GGUF(path, data)
-        except (struct.error, UnicodeDecodeError, RecursionError):
-            raise ModelError(f"{path} is damaged: its header cannot be read", "download or copy it again") from None
+        return GGUF(path, data)
 
     # ------------------------------------------------ header
 
     def _bad(self, what: str) -> ModelError:
         return ModelError(f"{self.path} is damaged or cut short: {what}", "download or copy it again")
 
-    def _take(self, count: int) -> bytes:
-        if count < 0 or self._at + count > self.data.size:
-            raise self._bad("the header points past the end of the file")
-        chunk = self.data[self._at : self._at + count].tobytes()
-        self._at += count
-        return chunk
-
     def _skip(self, count: int) -> None:
-        if count < 0 or self._at + count > self.data.size:
+        if count > self._limit - self._at:  # also where it is past the end already
             raise self._bad("the header points past the end of the file")
         self._at += count
+
+    def _take(self, count: int) -> builtins.bytes:
+        self._skip(count)
+        return self._view[self._at - count : self._at].tobytes()
 
     def _number(self, code: str) -> Any:
-        return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
+        size = STRUCTS[code].size
+        self._skip(size)
+        return STRUCTS[code].unpack_from(self._view, self._at - size)[0]
 
-    def _string(self) -> str:
-        return self._take(self._number("Q")).decode("utf-8", errors="replace")
+    def _raw(self, most: int = MAX_STRING_BYTES) -> builtins.bytes:
+        length = self._number("Q")
+        if length > most:
+            raise self._bad(f"a text of {length} bytes")
+        return self._take(length)
 
-    def _skip_value(self, kind: int, depth: int = 0) -> None:
+    def _string(self, most: int = MAX_STRING_BYTES) -> str:
+        return self._raw(most).decode("utf-8", errors="replace")
+
+    def _skip_value(self, kind: int) -> None:
         if kind in SCALARS:
-            self._skip(struct.calcsize("<" + SCALARS[kind]))
+            self._skip(STRUCTS[SCALARS[kind]].size)
         elif kind == STRING:
-            self._skip(self._number("Q"))
-        elif kind == ARRAY and depth < 2:
+            self._raw()
+        elif kind == ARRAY:
             item, count = self._number("I"), self._number("Q")
+            self._items += count
+            if self._items > MAX_ITEMS:
+                raise self._bad(f"arrays of {self._items} values")
             if item in SCALARS:
-                self._skip(count * struct.calcsize("<" + SCALARS[item]))
-            else:
-                if count > self.data.size:
-                    raise self._bad(f"an array of {count} values")
-                for _ in range(count):
-                    self._skip_value(item, depth + 1)
+                self._skip(count * STRUCTS[SCALARS[item]].size)
+            elif item == STRING:
+                self._skip_strings(count)
+            else:  # arrays in arrays are known to nobody, llama.cpp included
+                raise self._bad(f"an array of type {item}")
         else:
             raise self._bad(f"value type {kind} is unknown")
+
+    def _skip_strings(self, count: int) -> None:
+        unpack, view, at, limit = STRUCTS["Q"].unpack_from, self._view, self._at, self._limit
+        for _ in range(count):
+            if at + 8 > limit:
+                raise self._bad("the header points past the end of the file")
+            at += 8 + unpack(view, at)[0]
+        self._at = at
+        self._skip(0)
 
     def _value(self, kind: int) -> Any:
         if kind in SCALARS:
@@ -110,8 +138,8 @@ class GGUF:
         item, count = self._number("I"), self._number("Q")
         if item in SCALARS:
             code = SCALARS[item]
-            return np.frombuffer(self._take(count * struct.calcsize("<" + code)), dtype="<" + code).tolist()
-        return [self._value(item) for _ in range(count)]
+            return np.frombuffer(self._take(count * STRUCTS[code].size), dtype="<" + code).tolist()
+        return [self._string() for _ in range(count)]
 
     def _parse(self) -> None:
         if self._take(4) != b"GGUF":
@@ -124,16 +152,21 @@ class GGUF:
             raise self._bad(f"it claims {tensors} tensors and {keys} keys")
         for _ in range(keys):
             start = self._at
-            key = self._string()
+            key = self._string(MAX_KEY_BYTES)
             value = self._at
             self._skip_value(self._number("I"))
+            if key in self.records:
+                raise self._bad(f"the key {key[:80]!r} stands twice")
             self.records[key] = (start, value, self._at)
         infos = [self._tensor_info() for _ in range(tensors)]
-        alignment = self.get_key("general.alignment", 32)
-        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
-            raise self._bad(f"alignment {alignment}")
+        after = self._at
+        kind, alignment = UINT32, 32
+        if "general.alignment" in self.records:
+            kind, alignment = self.described("general.alignment")[0], self.get_key("general.alignment")
+        if kind != UINT32 or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise self._bad(f"its alignment is {str(alignment)[:80]}")
         self.alignment = alignment
-        base = -(-self._at // alignment) * alignment
+        base = -(-after // alignment) * alignment
         for name, shape, kind, offset, nbytes in infos:
             if name in self.tensors:
                 raise self._bad(f"tensor {name} stands twice")
@@ -147,19 +180,16 @@ class GGUF:
             end = info.offset + info.nbytes
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int, int]:
-        name = self._string()
+        name = self._string(MAX_NAME_BYTES)
         dims = self._number("I")
         if not 1 <= dims <= MAX_DIMS:
             raise self._bad(f"tensor {name} has {dims} dimensions")
         shape = tuple(self._number("Q") for _ in range(dims))
         kind, offset = self._number("I"), self._number("Q")
-        try:
-            block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        except ValueError:
-            raise self._bad(f"tensor {name} has the unknown type {kind}") from None
-        values = 1
-        for size in shape:
-            values *= size
+        if kind not in QUANT_SIZES:
+            raise self._bad(f"tensor {name} has the unknown type {kind}")
+        block_values, block_bytes = QUANT_SIZES[kind]
+        values = math.prod(shape)
         if not 0 < values <= self.data.size * 64 or shape[0] % block_values:
             raise self._bad(f"tensor {name} has the shape {shape}")
         return name, shape, kind, offset, values // block_values * block_bytes
@@ -174,6 +204,18 @@ class GGUF:
         self._at = record[1]
         return self._value(self._number("I"))
 
+    def described(self, key: str) -> tuple[int, int, int]:
+        """(type, type of an array's values or -1, how many); the value itself is not read."""
+        self._at = self.records[key][1]
+        kind = self._number("I")
+        return (kind, self._number("I"), self._number("Q")) if kind == ARRAY else (kind, -1, 1)
+
+    def texts(self, key: str) -> list[builtins.bytes]:
+        """An array of texts as their bytes."""
+        _, item, count = self.described(key)
+        assert item == STRING, key
+        return [self._raw() for _ in range(count)]
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value of `<architecture>.<key>`."""
         return self.get_key(f"{self.arch}.{key}", default)
@@ -186,7 +228,8 @@ class GGUF:
 
     @cached_property
     def arch(self) -> str:
-        return str(self.get_key("general.architecture", ""))
+        found = self.get_key("general.architecture", "")
+        return found[:80] if isinstance(found, str) else ""
 
     def bytes(self, name: str) -> np.ndarray:
         """A tensor's packed bytes, mapped: no copy."""

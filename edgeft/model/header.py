@@ -1,12 +1,17 @@
-"""What a GGUF header says of a model, in the words of a transformers configuration; no torch and no weights."""
+"""What a GGUF header says of a model, in the words of a transformers configuration; no torch and no weights.
+
+A number is used only after it was found to be possible, and the shapes that it implies to be those of the tensors;
+llama.cpp, which aborts on some headers and reads past the end on others, is given only files that passed here.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from edgeft.errors import ModelError
-from edgeft.model.gguf import GGUF
+from edgeft.model.gguf import ARRAY, GGUF, STRING
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -29,6 +34,49 @@ NORMS = {
 # linears for which llama.cpp reads a bias, by architecture (tried: each changes the logits)
 BIASES = {"llama": tuple(LINEARS), "qwen2": ("q", "k", "v"), "qwen3": ()}
 
+TOKENIZERS = ("llama", "gpt2")  # SentencePiece and byte-level BPE: what the architectures above come with
+LARGEST = 1 << 31  # of any number in a header
+FLOAT32, INT32 = 6, 5  # GGUF value types
+
+
+def check_file(path: str | Path) -> GGUF:
+    """A file that may be handed to llama.cpp."""
+    gguf = GGUF.open(path)
+    check_vocabulary(gguf)
+    header_values(gguf)
+    return gguf
+
+
+def check_vocabulary(gguf: GGUF) -> None:
+    """llama.cpp takes types and lengths of these arrays for granted, and aborts where a token stands twice."""
+    again = "download or copy it again"
+    if gguf.get_key("split.count", 0) not in (0, 1):  # llama.cpp would open the others, which nobody has looked at
+        raise ModelError(f"{gguf.path} is one of several parts", "join them first: `llama-gguf-split --merge`")
+    model = gguf.get_key("tokenizer.ggml.model")
+    if model not in TOKENIZERS:
+        said = "no vocabulary" if model is None else f"a vocabulary of type {str(model)[:40]!r}"
+        raise ModelError(
+            f"{gguf.path} has {said}, which is not supported",
+            f"supported: {', '.join(TOKENIZERS)}; a vocabulary is part of every complete GGUF model file",
+        )
+    there = {
+        key: gguf.described(f"tokenizer.ggml.{key}") for key in _VOCABULARY if f"tokenizer.ggml.{key}" in gguf.records
+    }
+    count = there["tokens"][2] if "tokens" in there else 0
+    for key, (kind, item, length) in there.items():
+        if kind != ARRAY or item != _VOCABULARY[key] or (key != "merges" and length != count):
+            raise ModelError(f"{gguf.path} is damaged: its tokenizer.ggml.{key} are not what they should be", again)
+    if not count or (model == "gpt2" and "merges" not in there):
+        raise ModelError(f"{gguf.path} has no vocabulary", "a vocabulary is part of every complete GGUF model file")
+    tokens = {text or b"[EMPTY_%d]" % i for i, text in enumerate(gguf.texts("tokenizer.ggml.tokens"))}
+    if len(tokens) < count:
+        raise ModelError(f"{gguf.path} is damaged: a token stands twice in its vocabulary", again)
+    if model == "llama" and not all(b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens for byte in range(256)):
+        raise ModelError(f"{gguf.path} is damaged: its vocabulary lacks tokens for single bytes", again)
+
+
+_VOCABULARY = {"tokens": STRING, "scores": FLOAT32, "token_type": INT32, "merges": STRING}
+
 
 def check_architecture(gguf: GGUF) -> None:
     if gguf.arch not in ARCHITECTURES:
@@ -50,21 +98,44 @@ def check_frozen(path: str | Path, frozen: str) -> None:
         )
 
 
+def _whole(gguf: GGUF, key: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
+    """A whole number from the header, within limits."""
+    found = gguf.need(key) if default is None else gguf.get(key, default)
+    if type(found) is not int or not low <= found <= high:
+        raise _odd(gguf, key, found)
+    return found
+
+
+def _real(gguf: GGUF, key: str, default: float | None = None) -> float:
+    """A number from the header, above 0."""
+    found = gguf.need(key) if default is None else gguf.get(key, default)
+    if type(found) not in (int, float) or not 0 < found < math.inf:
+        raise _odd(gguf, key, found)
+    return float(found)
+
+
+def _odd(gguf: GGUF, key: str, found: object) -> ModelError:
+    return ModelError(
+        f"{gguf.path.name} says that {gguf.arch}.{key} is {str(found)[:80]}, which is not supported",
+        "download or copy it again",
+    )
+
+
 def _rope(gguf: GGUF, head_dim: int) -> dict[str, Any]:
     """transformers' rope parameters; frequency factors in the file (LLaMA 3) are put in afterwards."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(gguf.get("rope.freq_base", 10000.0))}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _real(gguf, "rope.freq_base", 10000.0)}
     kind = gguf.get("rope.scaling.type", "none")
     if kind == "linear":
-        rope |= {"rope_type": "linear", "factor": float(gguf.get("rope.scaling.factor", 1.0))}
+        rope |= {"rope_type": "linear", "factor": _real(gguf, "rope.scaling.factor", 1.0)}
     elif kind == "yarn":
         rope |= {
             "rope_type": "yarn",
-            "factor": float(gguf.get("rope.scaling.factor", 1.0)),
-            "original_max_position_embeddings": int(gguf.need("rope.scaling.original_context_length")),
+            "factor": _real(gguf, "rope.scaling.factor", 1.0),
+            "original_max_position_embeddings": _whole(gguf, "rope.scaling.original_context_length"),
         }
     elif kind != "none":
-        raise ModelError(f"{gguf.path.name} has the rope scaling `{kind}`, which is not supported")
-    if int(gguf.get("rope.dimension_count", head_dim)) != head_dim:
+        raise ModelError(f"{gguf.path.name} has the rope scaling `{str(kind)[:40]}`, which is not supported")
+    if gguf.get("rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{gguf.path.name} rotates only a part of each head, which is not supported")
     return rope
 
@@ -77,26 +148,62 @@ def plain_rotation(values: dict[str, Any]) -> bool:
 def header_values(gguf: GGUF) -> dict[str, Any]:
     """The keywords of a transformers configuration."""
     check_architecture(gguf)
-    heads, width = int(gguf.need("attention.head_count")), int(gguf.need("embedding_length"))
-    head_dim = int(gguf.get("attention.key_length", width // heads))
+    heads, width = _whole(gguf, "attention.head_count"), _whole(gguf, "embedding_length")
+    keys = _whole(gguf, "attention.head_count_kv", heads)
+    head_dim = _whole(gguf, "attention.key_length", width // heads, low=2)
+    if heads % keys or head_dim % 2 or gguf.get("attention.value_length", head_dim) != head_dim:
+        raise ModelError(
+            f"{gguf.path.name} has {heads} heads of {head_dim} values over {keys}, which is not supported",
+            "download or copy it again",
+        )
     if "token_embd.weight" not in gguf.tensors or "output_norm.weight" not in gguf.tensors:
         raise ModelError(f"{gguf.path.name} lacks its embedding or its last norm", "download or copy it again")
     values: dict[str, Any] = {
         "hidden_size": width,
-        "num_hidden_layers": int(gguf.need("block_count")),
-        "intermediate_size": int(gguf.need("feed_forward_length")),
+        "num_hidden_layers": _whole(gguf, "block_count"),
+        "intermediate_size": _whole(gguf, "feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(gguf.get("attention.head_count_kv", heads)),
+        "num_key_value_heads": keys,
         "head_dim": head_dim,
-        "vocab_size": gguf.tensors["token_embd.weight"].shape[1],
-        "rms_norm_eps": float(gguf.need("attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": int(gguf.get("context_length", 2048)),
+        "vocab_size": gguf.tensors["token_embd.weight"].shape[-1],
+        "rms_norm_eps": _real(gguf, "attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": _whole(gguf, "context_length", 2048),
         "rope_parameters": _rope(gguf, head_dim),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attn_implementation": "sdpa",
     }
     for name in ("bos", "eos"):
         found = gguf.get_key(f"tokenizer.ggml.{name}_token_id")
-        if found is not None:
-            values[f"{name}_token_id"] = int(found)
+        if type(found) is int:
+            values[f"{name}_token_id"] = found
+    _check_tensors(gguf, values)
     return values
+
+
+def _check_tensors(gguf: GGUF, values: dict[str, Any]) -> None:
+    """Tensors have the shapes that the header's numbers give them, and so no number exceeds what the file holds."""
+    width, inner, head, rows = (values[k] for k in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"))
+    query, key = values["num_attention_heads"] * head, values["num_key_value_heads"] * head
+    shapes = {"q": (width, query), "k": (width, key), "v": (width, key), "o": (query, width)}  # (inputs, outputs)
+    shapes |= {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
+
+    def check(name: str, *shape: int, needed: bool = False) -> None:
+        info = gguf.tensors.get(name)
+        if info is None and needed:
+            raise ModelError(f"{gguf.path.name} lacks the tensor {name}", "download or copy it again")
+        if info is not None and info.shape != shape:
+            raise ModelError(f"{gguf.path.name}: {name} is {info.shape}, not {shape} as its header says")
+
+    tokens = gguf.described("tokenizer.ggml.tokens")[2] if "tokenizer.ggml.tokens" in gguf.records else 0
+    if tokens > rows:
+        raise ModelError(f"{gguf.path.name} has {tokens} tokens, and {rows} rows in its embedding")
+    check("token_embd.weight", width, rows)
+    check("output.weight", width, rows)
+    check("output_norm.weight", width)
+    check("rope_freqs.weight", head // 2)
+    for block in range(values["num_hidden_layers"]):  # ends with the first that the file lacks
+        for tensor, (_, name) in LINEARS.items():
+            check(f"blk.{block}.{name}.weight", *shapes[tensor], needed=True)
+            check(f"blk.{block}.{name}.bias", shapes[tensor][1])
+        for path, name in NORMS.items():
+            check(f"blk.{block}.{name}.weight", head if path.startswith("self_attn") else width)

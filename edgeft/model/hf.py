@@ -7,6 +7,7 @@ no pickle is ever opened, and no code from a model's repository is ever run.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from edgeft import offline
 from edgeft.errors import ModelError
 from edgeft.model import ggml
 from edgeft.model.header import LINEARS, NORMS
@@ -28,6 +30,9 @@ MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # what llama.cpp computes in the same way
 DTYPES = {"F32": (torch.float32, ggml.F32), "F16": (torch.float16, ggml.F16), "BF16": (torch.bfloat16, ggml.BF16)}
 MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors format
+MAX_TENSORS = 1 << 18
+MAX_JSON_BYTES = 64 << 20  # the largest honest tokenizer.json has about 35 MiB
+LARGEST = 1 << 31  # of any number in config.json
 INDEX = "model.safetensors.index.json"
 # a hub repository may hold the same weights several times over; only these files are fetched
 HUB_FILES = (
@@ -69,6 +74,10 @@ def resolve(path_or_hub_id: str) -> Path:
     try:
         return Path(snapshot_download(path_or_hub_id, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the hub's client raises what its HTTP library raises, and errors of its own
+        if offline.on():
+            raise ModelError(
+                f"{path_or_hub_id} is neither a file nor in the hub's cache here, and this is offline", offline.HINT
+            ) from None
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
             f"cannot fetch {path_or_hub_id} from the hub: {reason}",
@@ -84,7 +93,7 @@ def read_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json", "give the folder that transformers' save_pretrained wrote")
     try:
-        kind = json.loads((folder / "config.json").read_text("utf-8")).get("model_type")
+        kind = _json(folder / "config.json").get("model_type")
         if kind in MODEL_TYPES:
             config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # transformers checks the values with many kinds of exception
@@ -100,10 +109,35 @@ def read_config(folder: Path) -> Any:
             f"{folder} holds weights that are quantised already",
             "use the original weights with `--set model.frozen=nf4`, or a GGUF file",
         )
+    _check_numbers(config, folder)
     rope = config.rope_parameters["rope_type"]
     if rope not in ROPE_TYPES:
         raise ModelError(f"{folder} has the rope scaling `{rope}`", f"supported: {', '.join(ROPE_TYPES)}")
     return config
+
+
+def _json(file: Path) -> Any:
+    """A file of JSON, of a size that such files have."""
+    if file.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _check_numbers(config: Any, folder: Path) -> None:
+    """Sizes that can be, before anything of that size is made; the weights then say whether they are true."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    sizes = {name: getattr(config, name, None) for name in names}
+    sizes["max_position_embeddings"] = getattr(config, "max_position_embeddings", None)
+    sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or sizes["num_attention_heads"]
+    for name, value in sizes.items():
+        if type(value) is not int or not 0 < value <= LARGEST:
+            raise ModelError(f"{folder} has the {name} {str(value)[:40]}", "download or copy it again")
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if type(head) is not int or head < 2 or head % 2 or config.num_attention_heads % sizes["num_key_value_heads"]:
+        raise ModelError(f"{folder} has heads of {str(head)[:40]} values", "download or copy it again")
 
 
 def open_tokenizer_file(folder: Path) -> Any:
@@ -116,9 +150,14 @@ def open_tokenizer_file(folder: Path) -> Any:
 
     kind: Any = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
+        for file in folder.glob("*.json"):
+            if not file.name.endswith(".index.json") and file.stat().st_size > MAX_JSON_BYTES:
+                raise ValueError(f"{file.name} has more than {MAX_JSON_BYTES >> 20} MiB")
         return kind.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # transformers raises what its parsers raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # transformers raises what its parsers raise; a panic in Rust is no Exception
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ModelError(
             f"cannot load the tokenizer of {folder}: {reason}", "the folder needs tokenizer.json"
         ) from None
@@ -135,19 +174,23 @@ def _header(file: Path) -> Iterator[tuple[str, Place]]:
             if length > min(size - 8, MAX_HEADER_BYTES):
                 raise bad
             entries = json.loads(stream.read(length))
+            if not isinstance(entries, dict) or len(entries) > MAX_TENSORS:
+                raise bad
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}", "download or copy the model again") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise bad from None
     try:
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
             start, end = entry["data_offsets"]
-            shape = tuple(int(n) for n in entry["shape"])
-            if not 0 <= start <= end <= size - 8 - length:
+            shape = tuple(entry["shape"])
+            if any(type(n) is not int or n < 0 for n in (start, end, *shape)):
                 raise bad
-            if entry["dtype"] in DTYPES and end - start != DTYPES[entry["dtype"]][0].itemsize * int(np.prod(shape)):
+            if not start <= end <= size - 8 - length:
+                raise bad
+            if entry["dtype"] in DTYPES and end - start != DTYPES[entry["dtype"]][0].itemsize * math.prod(shape):
                 raise bad
             yield name, Place(file, entry["dtype"], shape, 8 + length + start, end - start)
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -168,7 +211,7 @@ class Weights:
         index = self.folder / INDEX
         if index.is_file():
             try:
-                names = sorted({str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+                names = sorted({str(name) for name in _json(index)["weight_map"].values()})
             except (ValueError, KeyError, AttributeError, TypeError):
                 raise ModelError(f"{index} cannot be read", "download or copy the model again") from None
             if any(Path(name).name != name for name in names):  # a shard lies in the folder itself, never elsewhere
@@ -259,6 +302,7 @@ def load_hf(path_or_hub_id: str, frozen: str = "auto") -> Stack:
     folder = resolve(path_or_hub_id)
     config = read_config(folder)
     weights = Weights(folder)
+    _check_shapes(config, weights)
     with torch.device("meta"):
         model = AutoModel.from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
     for number, block in enumerate(model.layers):
@@ -282,6 +326,19 @@ def load_hf(path_or_hub_id: str, frozen: str = "auto") -> Stack:
     return Stack(
         MODEL_TYPES[config.model_type], config, model, PackedEmbedding(embed), PackedHead(head), path_or_hub_id
     )
+
+
+def _check_shapes(config: Any, weights: Weights) -> None:
+    """No number in config.json is larger than the weights bear out; ends with the first block that they lack."""
+    width, inner = config.hidden_size, config.intermediate_size
+    head = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    query, key = config.num_attention_heads * head, (config.num_key_value_heads or config.num_attention_heads) * head
+    shapes = {"q": (query, width), "k": (key, width), "v": (key, width), "o": (width, query)}
+    shapes |= {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    weights.place("embed_tokens.weight", (config.vocab_size, width))
+    for number in range(config.num_hidden_layers):
+        for tensor, (path, _) in LINEARS.items():
+            weights.place(f"layers.{number}.{path}.weight", shapes[tensor])
 
 
 def _frozen(values: torch.Tensor) -> nn.Parameter:

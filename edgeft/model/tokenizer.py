@@ -14,7 +14,6 @@ import socket
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
@@ -22,8 +21,10 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
+from edgeft import offline, sandbox
 from edgeft.errors import DataError, ModelError
 from edgeft.model.gguf import GGUF
+from edgeft.model.header import check_vocabulary
 
 # For models without a template; export writes it into the file, so that llama.cpp renders the same text.
 PLAIN_TEMPLATE = (
@@ -113,7 +114,7 @@ class GgufTokenizer:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._llama = llama = quiet_llama()
-        GGUF.open(self.path)  # damage must not reach llama.cpp, which may abort
+        check_vocabulary(GGUF.open(self.path))  # damage must not reach llama.cpp, which may abort
         errors = _quiet_llama()[2]
         errors.clear()
         params = llama.llama_model_default_params()
@@ -135,6 +136,8 @@ class GgufTokenizer:
             )
         self.bos: int = llama.llama_vocab_bos(vocab)
         self.eos: int = llama.llama_vocab_eos(vocab)
+        if max(self.bos, self.eos) >= self.vocab_size:
+            raise ModelError(f"{self.path.name} names tokens that it does not have", "download the file again")
         self.add_bos = bool(llama.llama_vocab_get_add_bos(vocab)) and self.bos >= 0
         self.add_eos = bool(llama.llama_vocab_get_add_eos(vocab)) and self.eos >= 0
         self.bos_text = self.piece(self.bos) if self.bos >= 0 else ""
@@ -184,6 +187,8 @@ class GgufTokenizer:
 
 def go_offline_if_cut_off() -> None:
     """Without a network the hub client retries for half a minute; told so, it looks at its cache at once."""
+    if offline.on():
+        return
     from huggingface_hub import constants
 
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
@@ -207,11 +212,13 @@ class HfTokenizer:
         self.bos_text: str = tok.bos_token or ""
         self.eos_text: str = tok.eos_token or ""
         self.eos: int = -1 if tok.eos_token_id is None else int(tok.eos_token_id)
-        self._bos = (
-            []
-            if tok.bos_token_id is None or tok("a")["input_ids"][:1] != [tok.bos_token_id]
-            else [int(tok.bos_token_id)]
-        )
+        try:
+            starts = tok.bos_token_id is not None and tok("a")["input_ids"][:1] == [tok.bos_token_id]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            raise ModelError(f"the tokenizer of {folder} cannot be used: {str(error)[:200]}") from None
+        self._bos = [int(tok.bos_token_id)] if starts else []
         named = tok.chat_template.get("default") if isinstance(tok.chat_template, dict) else tok.chat_template
         self.has_template = bool(named)
         self.template: str = named or PLAIN_TEMPLATE
@@ -247,50 +254,14 @@ class HfTokenizer:
 # ---------------------------------------------------------------- the chat template
 
 
-@functools.lru_cache(maxsize=8)
-def _compiled(source: str) -> Any:
-    """The template as transformers compiles it: same whitespace rules, same helpers, sandboxed."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} … {% endgeneration %} marks the assistant's part; here it only passes its text on."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja declares it so
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own would escape HTML
-
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    env.filters["tojson"] = tojson
-    env.globals["raise_exception"] = raise_exception
-    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return env.from_string(source)
-    except jinja2.TemplateError as error:
-        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise ModelError(
-            f"the model's chat template is broken{line}: {error.message}", "take another copy of the model"
-        ) from None
-
-
 def render(tokenizer: Tokenizer, messages: Sequence[Message], generate: bool) -> str:
     """The conversation as the model reads it; `generate` adds what stands before an answer."""
-    template = _compiled(tokenizer.template)
     values = {"bos_token": tokenizer.bos_text, "eos_token": tokenizer.eos_text, "tools": None, "documents": None}
+    given = {**values, "messages": [dict(m) for m in messages], "add_generation_prompt": generate}
     try:
-        return cast(
-            str, template.render(messages=[dict(m) for m in messages], add_generation_prompt=generate, **values)
-        )
-    except Exception as error:  # a template is a program and raises what it likes
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return sandbox.chat(tokenizer.template, given)
+    except sandbox.Broken as error:
+        raise ModelError(f"the model's chat template is broken, {error}", "take another copy of the model") from None
+    except sandbox.Failed as error:
         hint = "the template may know no system message (leave data.system unset) or want user and assistant in turn"
-        raise DataError(f"the model's chat template does not take this conversation: {reason}", hint) from None
+        raise DataError(f"the model's chat template does not take this conversation: {error}", hint) from None

@@ -55,6 +55,8 @@ def parse_blocks(spec: Any, depth: int) -> tuple[int, ...]:
 
 def _one(item: Any, depth: int, single: bool) -> range:
     text = str(item).strip()
+    if len(text) > 40:  # no number may have thousands of digits
+        raise ConfigError(f"`update.blocks` cannot be {text[:40]!r}…", BLOCKS_HINT)
     if text == "all":
         return range(depth)
     if match := re.fullmatch(r"(?:last\s+)?(\d+)", text):

@@ -30,14 +30,14 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     with safe_open(path, framework="pt") as file:
-        state = json.loads((file.metadata() or {})["edgeft"])
+        state = dict(json.loads((file.metadata() or {})["edgeft"]))
         return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118
 
 
 def newest(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
     """The last checkpoint that can be read."""
     for path in sorted(folder.glob("step-*.safetensors"), reverse=True):
-        with contextlib.suppress(SafetensorError, KeyError, ValueError, OSError):
+        with contextlib.suppress(SafetensorError, KeyError, ValueError, TypeError, RecursionError, OSError):
             return read(path)
     return None
 

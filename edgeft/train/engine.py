@@ -34,8 +34,8 @@ class Engine:
 def choose(run: Run, head_width: int, gate: str, flops: float, progress: Progress) -> Engine:
     """flops: work that is planned."""
     note = run.path / "engine.json"
-    before = run.read_json(note)
-    found = _load(progress) if (before["kernels"] if before else _wanted(run, flops, progress)) else None
+    before = (run.read_json(note) or {}).get("kernels")
+    found = _load(progress) if (before if isinstance(before, bool) else _wanted(run, flops, progress)) else None
     if found is not None and not found.able(head_width, gate):
         if run.recipe.how.compile == "on" or run.recipe.train.token_share < 1:
             raise EdgeftError("edgeft's kernels cannot run this model's heads", "--set how.compile=off")

@@ -278,6 +278,9 @@ def prepare(
         if not made:
             progress.line(f"trunk: {len(forest)} tokens taken from the cache of an earlier run")
         entry.share()
+        if shared:
+            with suppress(RunError, OSError):  # a note for `edgeft runs rm`
+                cache.remember(entry, run.path)
         let_go(stack, 0, cut)
         states = States(entry.states, codec.row_bytes)
         if codec.tail_bytes:
