@@ -138,10 +138,16 @@ class HowConfig:
         choices=("fp32", "8bit"),
     )
     step_in_place: bool = knob(
-        False, "update a tensor as soon as its gradient is there, and free that; needs train.clip=0"
+        False,
+        "update a tensor as soon as its gradient is there, and free that; needs train.clip=0; where a gradient below "
+        "turns out to be no number, that update stays",
     )
-    checkpoint_s: float = knob(120.0, "seconds between checkpoints", low=0.0)
-    keep_checkpoints: int = knob(2, "newest checkpoints kept beside the best", low=1)
+    checkpoint_s: float = knob(
+        120.0, "seconds between checkpoints; more where writing one takes over 2 % of that; 0 = every step", low=0.0
+    )
+    keep_checkpoints: int = knob(
+        2, "newest checkpoints kept beside the best; with 1 there is none to go back to if it gets damaged", low=1
+    )
 
 
 @dataclass

@@ -5,6 +5,7 @@ A stage hands over through files in the run folder; stage.py runs each in a proc
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -54,6 +55,17 @@ def check_scheme(recipe: Recipe, source: str) -> None:
     if is_gguf(source):
         header = GGUF.open(source)
         scheme.make(recipe.update, int(header.need("block_count")), header.arch)
+
+
+def check_disk(run: Run, source: str) -> None:
+    """Refuses a run that the disk has no room for, as far as that can be known without its rows."""
+    from edgeft import disk, plan
+    from edgeft.sparse import scheme
+
+    if is_gguf(source):
+        shape = plan.shape_of(source, run.recipe.model.frozen)
+        chosen = scheme.make(run.recipe.update, shape.depth, GGUF.open(source).arch)
+        disk.check(disk.needs(run, shape, chosen, source))
 
 
 def use_threads(asked: int) -> int:
@@ -146,9 +158,10 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
         prepare(run, progress)
     if run.done.is_file():
         return
-    from edgeft import plan
+    from edgeft import disk, plan
     from edgeft.cache import model_id
     from edgeft.sparse import scheme as schemes
+    from edgeft.train import trunk
     from edgeft.train.loop import Trainer
 
     rows, heldout = data_tokens.load(run.tokens, texts=False)
@@ -166,10 +179,13 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     run.log(event="scheme", cut=scheme.cut, blocks=list(scheme.blocks), trained_parameters=trained)
     trainer = Trainer(run, stack, scheme, parameters, rows, heldout, progress)
     progress.line(f"{trainer.schedule.steps} steps, peak learning rate {trainer.schedule.peak:.2g}")
-    trainer.fit(model_id(source))
+    weights_id = model_id(source)
+    missing = trunk.missing(run, stack, trainer.forest, scheme.cut, weights_id, trainer.engine)
+    disk.check([*disk.needs(run, shape, scheme, source), *missing])
+    trainer.fit(weights_id)
 
 
-def trained_stack(run: Run) -> tuple[Stack, Scheme, dict[str, Any]]:
+def trained_stack(run: Run, progress: Progress = Progress()) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The run's model with its best checkpoint loaded."""
     from edgeft.train.loop import load_trained
 
@@ -178,7 +194,7 @@ def trained_stack(run: Run) -> tuple[Stack, Scheme, dict[str, Any]]:
             f"{run.path} has no trained weights yet", f"go on with `edgeft finetune --resume --out {run.path}`"
         )
     stack, scheme, parameters = build(run.recipe)
-    load_trained(parameters, run)
+    load_trained(parameters, run, progress)
     return stack, scheme, parameters
 
 
@@ -196,7 +212,7 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -
         from edgeft.export.gguf import check_type
 
         check_type(type_name)
-    stack, scheme, _ = trained_stack(run)
+    stack, scheme, _ = trained_stack(run, progress)
     updates: Iterable[tuple[str, Any]] = schemes.updated(stack, scheme)
     if kind == "hf":
         from edgeft.export.hf import export_hf
@@ -221,7 +237,8 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -
         if not is_gguf(source):
             from edgeft.export.convert import hf_to_gguf
 
-            base = Path(cleanup.enter_context(TemporaryDirectory(dir=run.path))) / "base.gguf"
+            base = Path(cleanup.enter_context(TemporaryDirectory(".tmp", f".base.{os.getpid()}.", run.path)))
+            base /= "base.gguf"
             progress.line("converting the base model to GGUF")
             hf_to_gguf(source, base)
         checked = heldout[:VERIFY_ROWS] or data_tokens.load(run.tokens)[0][:VERIFY_ROWS]
@@ -268,6 +285,7 @@ def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> 
     if name == "prepare":
         check_model(source, run.recipe.model.frozen)
         check_scheme(run.recipe, source)
+        check_disk(run, source)
         prepare(run, progress)
     elif name == "train":
         train(run, progress, budget_bytes)
