@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from edgeft import device
-from edgeft.config import Recipe
+from edgeft.config import HowConfig, Recipe
 from edgeft.data import rows as data_rows
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
@@ -136,8 +136,14 @@ def make_plan(run: Run, shape: Shape, scheme: Scheme, longest: int, budget_bytes
     """Says what the run will need, and chooses how it fits; DoesNotFitError if nothing does."""
     from edgeft import plan
 
-    found = plan.fit(run.recipe, shape, scheme, longest, budget_bytes)
-    run.write_json(run.path / "plan.json", found)
+    place, asked = run.path / "plan.json", asdict(run.recipe.how)
+    before = run.read_json(place) or {}
+    if before.get("asked") == asked and before.get("budget_bytes") == budget_bytes:
+        # as it was planned: kernels compiled since then need less memory, and other micro-batches round otherwise
+        found, run.recipe.how = before, HowConfig(**before["how"])
+    else:
+        found = {**plan.fit(run.recipe, shape, scheme, longest, budget_bytes), "asked": asked}
+        run.write_json(place, found)
     progress.line(plan.describe(found))
 
 

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from short_run import STAGES, Short, Tree, differing, import_everything, outcome
+from short_run import STAGES, Short, Tree, differing, import_everything, outcome, stoppable
 
 MOST_KILLS = 8  # in a round
 
@@ -34,6 +34,7 @@ class Crash:
         self.kills: Counter[str] = Counter()
         self.survived: Counter[str] = Counter()
         self.failed: list[str] = []
+        self.rounds = 0  # that came to their end
 
     def reference(self) -> None:
         """The run left alone: what comes out, and how long its stages take."""
@@ -58,7 +59,7 @@ class Crash:
 
     def _kill_in(self, tree: Tree, stage: str) -> bool:
         """Lets it get into a stage and kills it there; False: it had ended before."""
-        skip = self.random.randrange(self.checkpoints) if stage == "checkpoint" else 0
+        skip = self.random.randrange(self.checkpoints // 2) if stage == "checkpoint" else 0  # some may be there already
         if stage == "prepare":  # from the very start
             at = tree.began
         else:
@@ -98,11 +99,13 @@ class Crash:
         tree = self.short.start(run, cache, sets)
         code = tree.wait()
         self.kills += killed
+        self.rounds += 1
         wrong = differing(outcome(run), self.wanted) if code == 0 else [f"exit code {code}: {tree.text().strip()}"]
         left = [path.name for path in run.rglob("*") if path.name.endswith((".tmp", ".part"))]
         wrong += [f"left behind: {name}" for name in left]
         if wrong:
             self.failed.append(f"round {number} ({place}, {sets[1]}, {' '.join(targets)}): {'; '.join(wrong[:4])}")
+            print(self.failed[-1], flush=True)
             return
         self.survived += killed
         shutil.rmtree(run)
@@ -129,14 +132,14 @@ def main() -> int:
         crash.reference()
         print("seconds of the run left alone: " + ", ".join(f"{k} {v:.2f}" for k, v in crash.seconds.items()))
         begin = time.monotonic()
-        for number in range(args.rounds):
-            crash.round(number)
-            if crash.failed and crash.failed[-1].startswith(f"round {number} "):
-                print(crash.failed[-1], flush=True)
+        with stoppable():
+            for number in range(args.rounds):
+                crash.round(number)
+                print(f"round {number + 1} of {args.rounds}, {crash.kills.total()} kills", file=sys.stderr, flush=True)
         print(crash.table())
         kills, survived = crash.kills.total(), crash.survived.total()
         took = time.monotonic() - begin
-        print(f"{survived} of {kills} kills survived with identical results ({args.rounds} rounds, {took:.0f} s)")
+        print(f"{survived} of {kills} kills survived with identical results ({crash.rounds} rounds, {took:.0f} s)")
     return 1 if crash.failed or survived < kills else 0
 
 

@@ -15,10 +15,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -121,6 +121,8 @@ class Forked:
 class Tree:
     """`edgeft …` and all that it starts."""
 
+    last: ClassVar[Tree | None] = None  # the one started last
+
     def __init__(self, args: list[str], cache: Path, said: Path, before: Callable[[], None] = lambda: None) -> None:
         ours, theirs = os.pipe()
         self.said, self.marks, self._rest = said, ours, ""
@@ -142,6 +144,7 @@ class Tree:
         self.code: int | None = None
         self.pid = _fork(work)
         os.close(theirs)
+        Tree.last = self
 
     def next_mark(self, timeout: float = 120.0) -> tuple[str, float] | None:
         """The next thing that it says it does; None when it has ended."""
@@ -193,6 +196,19 @@ class Tree:
 
     def text(self) -> str:
         return self.said.read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what is done within, and nothing that was started goes on; what was found is told."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        print("stopped before the end")
+        if Tree.last is not None and Tree.last.running():
+            Tree.last.kill()
 
 
 class Short:

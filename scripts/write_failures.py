@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes every call of a short run that changes a file fail, one at a time, and sees whether anything is lost.
 
-    scripts/write_failures.py [--sample N] [--seed 0] [--error ENOSPC …] [--stage train …] [--blocks 3] [--folder DIR]
+    scripts/write_failures.py [--sample N] [--seed 0] [--part 1/3] [--error ENOSPC …] [--stage train …] [--folder DIR]
 
 Opening for writing, writing (half of the bytes get there), truncating, allocating, fsync, renaming, unlinking, making
 folders and setting modes and times, of all libraries alike: a small C library (faults.c, LD_PRELOAD) counts these calls
@@ -20,6 +20,7 @@ import mmap
 import os
 import random
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from short_run import Short, Tree, differing, import_everything, outcome
+from short_run import Short, Tree, differing, import_everything, outcome, stoppable
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS, "KILL": -9}
 STAGES = ("prepare", "train", "export")
@@ -76,7 +77,7 @@ class Failures:
         self.told: Counter[int] = Counter()  # exit codes
 
     def _start(self, stage: str, before: Callable[[], None] = lambda: None) -> Tree:
-        return self.short.start(self.run, self.cache, ["train.epochs=1"], stage, before)
+        return self.short.start(self.run, self.cache, ["train.steps=2"], stage, before)
 
     def _saved(self, stage: str) -> Path:
         return self.short.folder / f"before-{stage}"
@@ -138,6 +139,7 @@ class Failures:
         if problems:
             what = self.calls[stage][number - 1] if number <= len(self.calls[stage]) else "?"
             self.wrong.append(f"{stage} call {number} ({what}), {error}: {'; '.join(problems)}")
+            print(self.wrong[-1], flush=True)
 
 
 def _load_library() -> Path:
@@ -151,7 +153,9 @@ def _load_library() -> Path:
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True)
     control.write_bytes(bytes(struct.calcsize(FIELDS) + 2 * FOLDER_BYTES))
     env = {**os.environ, "EDGEFT_FAULTS": str(control), "LD_PRELOAD": str(library)}
-    code = subprocess.run([sys.executable, *sys.argv], env=env).returncode
+    signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+    process = subprocess.Popen([sys.executable, *sys.argv], env=env)
+    code = process.wait()
     shutil.rmtree(folder)
     sys.exit(code)
 
@@ -160,6 +164,7 @@ def main() -> int:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--sample", type=int, help="so many of them, at random; all if not given")
     ask.add_argument("--seed", type=int, default=0)
+    ask.add_argument("--part", default="1/1", help="2/3: every third one, beginning with the second")
     ask.add_argument("--error", action="append", choices=list(ERRORS), help="in turn; the first three if not given")
     ask.add_argument("--stage", action="append", choices=STAGES)
     ask.add_argument("--blocks", type=int, default=3, help="of the embedded model's 30")
@@ -176,25 +181,26 @@ def main() -> int:
             for stage in stages
             for number in range(1, len(failures.calls[stage]) + 1)
         ]
+        part, parts = map(int, args.part.split("/"))
+        todo = todo[part - 1 :: parts]
         if args.sample and args.sample < len(todo):
             todo = sorted(random.Random(args.seed).sample(todo, args.sample))
         begin = time.monotonic()
         done: Counter[str] = Counter()
-        for stage, number, error in todo:
-            before = len(failures.wrong)
-            failures.fail(stage, number, error)
-            done[stage] += 1
-            for text in failures.wrong[before:]:
-                print(text, flush=True)
+        with stoppable():
+            for stage, number, error in todo:
+                failures.fail(stage, number, error)
+                done[stage] += 1
+                print(f"{done.total()} of {len(todo)}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
         kinds = {stage: Counter(call.split()[0] for call in failures.calls[stage]) for stage in stages}
         print(f"{'stage':<10}{'calls':>7}{'failed':>8}  of them")
         for stage in stages:
             named = ", ".join(f"{kind} {count}" for kind, count in kinds[stage].most_common())
             print(f"{stage:<10}{len(failures.calls[stage]):>7}{done[stage]:>8}  {named}")
         codes = ", ".join(f"{code}: {count}" for code, count in sorted(failures.told.items()))
-        good, took = len(todo) - len(failures.wrong), time.monotonic() - begin
+        good, took = done.total() - len(failures.wrong), time.monotonic() - begin
         print(f"exit codes: {codes}")
-        print(f"{good} of {len(todo)} write failures recovered from ({took:.0f} s)")
+        print(f"{good} of {done.total()} write failures recovered from ({took:.0f} s)")
     return 1 if failures.wrong else 0
 
 

@@ -20,6 +20,7 @@ import torch
 
 from edgeft import config, disk, pipeline, plan
 from edgeft.errors import DamagedError, EdgeftError, RunError
+from edgeft.model import compiled
 from edgeft.run import Run, sweep
 from edgeft.sparse import scheme as schemes
 from edgeft.train import checkpoint, loop, trunk
@@ -63,7 +64,7 @@ def again(run: Run) -> Run:
     """As another process would open it."""
     if run._lock is not None:
         run._lock.close()
-    return Run.start(run.path, run.recipe, True)
+    return Run.start(run.path, Run.open(run.path).recipe, True)
 
 
 def last(run: Run) -> dict[str, torch.Tensor]:
@@ -100,7 +101,7 @@ def test_any_bit_that_changed_is_found(tmp_path: Path) -> None:
     with pytest.raises(DamagedError):
         checkpoint.read(path)
     path.unlink()
-    with pytest.raises(DamagedError, match="no such file"):
+    with pytest.raises(RunError, match="no such file"):
         checkpoint.read(path)
 
 
@@ -163,6 +164,27 @@ def test_a_run_goes_on_from_damaged_files_to_the_same_weights(data: Path, tmp_pa
     whole.done.unlink()
     pipeline.train(again(whole), Progress())  # as the hint says
     assert same(checkpoint.read(whole.best)[0], best[0])
+
+
+def test_a_resumed_run_keeps_its_plan(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that were compiled in the meantime need less memory, and other micro-batches round otherwise."""
+    run = start(tmp_path / "run", data, "how.compile=auto", "how.micro_batch_tokens=4096")
+    shape = plan.shape_of(str(run.recipe.model.path), "auto")
+    scheme = schemes.make(run.recipe.update, shape.depth, "llama")
+    budget = 600 << 20
+    chosen = []
+    for built in (False, True):
+        monkeypatch.setattr(compiled, "is_built", lambda built=built: built)
+        run = again(run)
+        pipeline.make_plan(run, shape, scheme, 64, budget, Progress())
+        chosen.append(run.recipe.how.micro_batch_tokens)
+    assert chosen[0] == chosen[1]
+    fresh = start(tmp_path / "fresh", data, "how.compile=auto", "how.micro_batch_tokens=4096")
+    pipeline.make_plan(fresh, shape, scheme, 64, budget, Progress())
+    assert fresh.recipe.how.micro_batch_tokens > chosen[0]  # so it would have been, without keeping it
+    run = again(run)
+    pipeline.make_plan(run, shape, scheme, 64, 2 * budget, Progress())  # told otherwise
+    assert run.recipe.how.micro_batch_tokens > chosen[0]
 
 
 def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from edgeft.errors import DamagedError
+from edgeft.errors import DamagedError, RunError
 from edgeft.run import Run, replacing, writing
 
 Found = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors and state
@@ -55,7 +55,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]
 
 
 def read(path: Path) -> Found:
-    """What was written; DamagedError if it is not that any more."""
+    """What was written; DamagedError if it is not that any more, RunError if it cannot be read at all."""
     try:
         with path.open("rb") as file:
             place = _sum_place(file)
@@ -68,7 +68,7 @@ def read(path: Path) -> Found:
             # copies: a mapped file may be gone, or unreadable, by the time that a page of it is wanted
             return {name: tensors.get_tensor(name).clone() for name in tensors.keys()}, state  # noqa: SIM118
     except OSError as error:
-        raise DamagedError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+        raise RunError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
 
@@ -108,14 +108,15 @@ def all_of(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path, tell: Tell) -> Found | None:
-    """The last one that is whole; those after it are told and taken away: they would count among those kept."""
+    """The last one that is whole; damaged ones after it are told and taken away: they would count among those kept."""
     for path in reversed(all_of(folder)):
         try:
             return read(path)
-        except DamagedError as error:
+        except RunError as error:
             tell(path, error.message)
-            with writing(path):
-                path.unlink(missing_ok=True)
+            if isinstance(error, DamagedError):
+                with writing(path):
+                    path.unlink(missing_ok=True)
     return None
 
 
@@ -123,11 +124,11 @@ def best(run: Run, best_step: int, tell: Tell) -> Found:
     """The run's best one; if it is damaged, it is made again from the checkpoint of its step, where that is kept."""
     try:
         return read(run.best)
-    except DamagedError as error:
+    except RunError as error:
         damage = error
     try:
         tensors, state = read(name(run.checkpoints, best_step))
-    except DamagedError:
+    except RunError:
         raise DamagedError(
             damage.message,
             f"train it again, to the same weights: delete done.json and checkpoints in {run.path}, then --resume",

@@ -358,6 +358,7 @@ class Trainer:
         self._write()
         checkpoint.rotate(self.run.checkpoints, self.run.recipe.how.keep_checkpoints, start=not self.best_step)
         self.save_s = time.monotonic() - begin
+        self.run.log(event="checkpoint", step=self.step, seconds=round(self.save_s, 3))
 
     def _write(self) -> None:
         kept, numbers = self.optimizer.state()
