@@ -67,7 +67,7 @@ class UpdateConfig:
     method: str = knob(
         "sparse", "sparse: the chosen tensors themselves; lora: PEFT adapters on them", choices=("sparse", "lora")
     )
-    blocks: Any = knob("37%-67%", "6 = top six; '11-19'; [3, 7]; '37%-67%' of the depth; 'all'")
+    blocks: Any = knob("10%-67%", "6 = top six; '11-19'; [3, 7]; '10%-67%' of the depth; 'all'")
     tensors: list[str] = knob(list(TENSORS), "linear tensors of these blocks", choices=TENSORS)
     biases: bool = knob(
         False, "add and train biases of the chosen tensors, where the architecture has a place for them"
@@ -153,15 +153,19 @@ class HowConfig:
         choices=("fp32", "8bit"),
     )
     step_in_place: bool = knob(
-        False, "update a tensor as soon as its gradient is there, and free that; needs train.clip=0"
+        False,
+        "update a tensor as soon as its gradient is there, and free that; needs train.clip=0; where a gradient below "
+        "turns out to be no number, that update stays",
+    )
+    checkpoint_s: float = knob(
+        120.0, "seconds between checkpoints; more where writing one takes over 2 % of that; 0 = every step", low=0.0
+    )
+    keep_checkpoints: int = knob(
+        2, "newest checkpoints kept beside the best; with 1 there is none to go back to if it gets damaged", low=1
     )
     keep_data: bool = knob(
         True, "keep the rows' tokens and the trunk cache after the run; false: take them away when it is complete"
     )
-    checkpoint_s: float = knob(
-        120.0, "seconds between checkpoints, more where writing one takes long; 0 = after every step", low=0.0
-    )
-    keep_checkpoints: int = knob(2, "newest checkpoints kept beside the best", low=1)
 
 
 def windows(text: str) -> list[tuple[int, int]]:

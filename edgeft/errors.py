@@ -47,6 +47,10 @@ class RunError(EdgeftError):
     exit_code = 6
 
 
+class DamagedError(RunError):
+    """A file of the run is not what was written."""
+
+
 class ExportError(EdgeftError):
     """The tuned model could not be written, or did not pass its check in llama.cpp."""
 

@@ -5,6 +5,7 @@ A stage hands over through files in the run folder; stage.py runs each in a proc
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from edgeft import device
-from edgeft.config import Recipe
+from edgeft.config import HowConfig, Recipe
 from edgeft.data import rows as data_rows
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
@@ -54,6 +55,17 @@ def check_scheme(recipe: Recipe, source: str) -> None:
     if is_gguf(source):
         header = GGUF.open(source)
         scheme.make(recipe.update, int(header.need("block_count")), header.arch)
+
+
+def check_disk(run: Run, source: str) -> None:
+    """Refuses a run that the disk has no room for, as far as that can be known without its rows."""
+    from edgeft import disk, plan
+    from edgeft.sparse import scheme
+
+    if is_gguf(source):
+        shape = plan.shape_of(source, run.recipe.model.frozen)
+        chosen = scheme.make(run.recipe.update, shape.depth, GGUF.open(source).arch)
+        disk.check(disk.needs(run, shape, chosen, source))
 
 
 def use_threads(asked: int) -> int:
@@ -128,8 +140,14 @@ def make_plan(run: Run, shape: Shape, scheme: Scheme, longest: int, budget_bytes
     """Says what the run will need, and chooses how it fits; DoesNotFitError if nothing does."""
     from edgeft import plan
 
-    found = plan.fit(run.recipe, shape, scheme, longest, budget_bytes)
-    run.write_json(run.path / "plan.json", found)
+    place, asked = run.path / "plan.json", asdict(run.recipe.how)
+    before = run.read_json(place) or {}
+    if before.get("asked") == asked and before.get("budget_bytes") == budget_bytes:
+        # as it was planned: kernels compiled since then need less memory, and other micro-batches round otherwise
+        found, run.recipe.how = before, HowConfig(**before["how"])
+    else:
+        found = {**plan.fit(run.recipe, shape, scheme, longest, budget_bytes), "asked": asked}
+        run.write_json(place, found)
     progress.line(plan.describe(found))
 
 
@@ -150,9 +168,10 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
         prepare(run, progress)
     if run.read_json(run.done) is not None:
         return
-    from edgeft import plan
+    from edgeft import disk, plan
     from edgeft.cache import model_id
     from edgeft.sparse import scheme as schemes
+    from edgeft.train import trunk
     from edgeft.train.loop import Trainer
 
     rows, heldout = data_tokens.load(run.tokens, texts=False)
@@ -175,13 +194,14 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     run.log(event="scheme", cut=scheme.cut, blocks=list(scheme.blocks), trained_parameters=trained)
     trainer = Trainer(run, stack, scheme, parameters, rows, heldout, progress)
     progress.line(f"{trainer.schedule.steps} steps, peak learning rate {trainer.schedule.peak:.2g}")
-    trainer.fit(model_id(source))
+    weights_id = model_id(source)
+    missing = trunk.missing(run, stack, trainer.forest, scheme.cut, weights_id, trainer.engine)
+    disk.check([*disk.needs(run, shape, scheme, source), *missing])
+    trainer.fit(weights_id)
 
 
-def trained_stack(run: Run) -> tuple[Stack, Scheme, dict[str, Any]]:
+def trained_stack(run: Run, progress: Progress = Progress()) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The run's model with its best checkpoint loaded."""
-    from safetensors import SafetensorError
-
     from edgeft.train.loop import load_trained
 
     if not run.best.is_file():
@@ -189,14 +209,7 @@ def trained_stack(run: Run) -> tuple[Stack, Scheme, dict[str, Any]]:
             f"{run.path} has no trained weights yet", f"go on with `edgeft finetune --resume --out {run.path}`"
         )
     stack, scheme, parameters = build(run.recipe)
-    try:
-        load_trained(parameters, run)
-    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise RunError(
-            f"{run.best} is damaged or of another model: {reason}",
-            f"delete {run.done}, and go on with `edgeft finetune --resume --out {run.path}`",
-        ) from None
+    load_trained(parameters, run, progress)
     return stack, scheme, parameters
 
 
@@ -214,7 +227,7 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -
         from edgeft.export.gguf import check_type
 
         check_type(type_name)
-    stack, scheme, _ = trained_stack(run)
+    stack, scheme, _ = trained_stack(run, progress)
     updates: Iterable[tuple[str, Any]] = schemes.updated(stack, scheme)
     if kind == "hf":
         from edgeft.export.hf import export_hf
@@ -244,7 +257,8 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -
         if not is_gguf(source):
             from edgeft.export.convert import hf_to_gguf
 
-            base = Path(cleanup.enter_context(TemporaryDirectory(dir=run.path))) / "base.gguf"
+            base = Path(cleanup.enter_context(TemporaryDirectory(".tmp", f".base.{os.getpid()}.", run.path)))
+            base /= "base.gguf"
             progress.line("converting the base model to GGUF")
             hf_to_gguf(source, base)
         checked = heldout[:VERIFY_ROWS] or data_tokens.load(run.tokens)[0][:VERIFY_ROWS]
@@ -295,6 +309,7 @@ def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> 
     if name == "prepare":
         check_model(source, run.recipe.model.frozen)
         check_scheme(run.recipe, source)
+        check_disk(run, source)
         prepare(run, progress)
     elif name == "train":
         train(run, progress, budget_bytes)

@@ -9,6 +9,8 @@ import contextlib
 import errno
 import json
 import os
+import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from edgeft.errors import ConfigError, RunError
 from edgeft.model import DEMO_HUB_ID, demo_model
 
 MAX_JSON_BYTES = 256 << 20  # a file is read whole
+_LEFT = re.compile(r"\..+\.(\d{1,9})(?:\.[^.]*)?\.tmp")  # the number is its process
 LOCK_WAIT_S = 1.0  # a process that was killed a moment ago may still be on its way out
 
 
@@ -46,26 +49,56 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file that takes its place only when it is whole and on the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+        except BaseException:
+            with contextlib.suppress(OSError):  # what went wrong first is told
+                temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
     """A rename is on the disk only when its folder is."""
-    with contextlib.suppress(OSError):  # some file systems know no fsync of folders
+    try:
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # some file systems cannot do this
+            raise
+
+
+def sweep(folder: Path) -> None:
+    """Takes away what processes that were killed left half written."""
+    for path in folder.glob(".*.tmp"):
+        owner = _LEFT.fullmatch(path.name)
+        if owner and not _lives(int(owner[1])):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _is_left(file: Path) -> bool:
+    """By a start that was killed before there was a run."""
+    return file.name == "lock" or _LEFT.fullmatch(file.name) is not None
+
+
+def _lives(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        pass
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -139,7 +172,7 @@ class Run:
                     f"{path} was made with another recipe: {'; '.join(changed[:3])}",
                     "resume with the same settings, or name another folder with --out",
                 )
-        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        elif path.exists() and (not path.is_dir() or any(not _is_left(file) for file in path.iterdir())):
             raise RunError(f"{path} is there already and is no run folder", "name another folder with --out")
         elif resume:
             raise RunError(f"there is no run in {path} to resume", "leave out --resume to start one")
@@ -147,6 +180,8 @@ class Run:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.chmod(0o700)  # it holds the user's data
         run.lock()
+        for folder in (path, run.checkpoints, run.trunk):
+            sweep(folder)
         with replacing(run.recipe_file) as file:
             file.write(config.dump(recipe).encode())
         return run
@@ -179,9 +214,9 @@ class Run:
             return
         if self._lock is not None:
             self._lock.close()
-        for file in (self.recipe_file, self.metrics, self.path / "lock"):
-            file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # something else lies in it
+        with contextlib.suppress(OSError):  # something else lies in it, or the disk is read-only
+            for file in (self.recipe_file, self.metrics, self.path / "lock"):
+                file.unlink(missing_ok=True)
             self.path.rmdir()
 
     def drop_data(self) -> None:
@@ -217,8 +252,12 @@ class Run:
 
     def log(self, **values: Any) -> None:
         """One line of metrics.jsonl."""
-        with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": round(time.time(), 3), **values}) + "\n")
+        line = json.dumps({"time": round(time.time(), 3), **values}) + "\n"
+        with writing(self.metrics), self.metrics.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else "\n" + line  # the one before was cut off
+            file.write(line.encode())
 
     def read_json(self, path: Path) -> dict[str, Any] | None:
         return read_json(path)

@@ -463,7 +463,7 @@ def read_tokens(path: Path) -> None:
 def read_checkpoint(path: Path) -> None:
     from edgeft.train import checkpoint
 
-    checkpoint.newest(path.parent)
+    checkpoint.newest(path.parent, lambda path, what: None)
 
 
 def read_weights(path: Path) -> None:

@@ -189,12 +189,10 @@ def modelfile_path(gguf_path: Path) -> Path:
 
 def write_modelfile(gguf_path: Path) -> Path:
     """Write it beside the GGUF file and return where."""
-    from edgeft.run import writing
+    from edgeft.run import replacing
 
     path = modelfile_path(gguf_path)
     text = modelfile(gguf_path)
-    part = path.with_name(path.name + ".part")
-    with writing(path):
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+    with replacing(path) as file:
+        file.write(text.encode())
     return path

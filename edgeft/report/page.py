@@ -314,7 +314,8 @@ def _tick(said: str, answers: list[str]) -> str:
 def difference_marked(before: str, after: str) -> tuple[str, str]:
     """Both as HTML: what only the first has in <del>, what only the second has in <ins>."""
     a, b = (re.findall(r"\S+\s*", text[:LONGEST]) for text in (before, after))  # words with the space behind them
-    old, new = [], []
+    old: list[str] = []
+    new: list[str] = []
     matched = difflib.SequenceMatcher(None, [w.strip() for w in a], [w.strip() for w in b], autojunk=False)
     for kind, a0, a1, b0, b1 in matched.get_opcodes():
         for pieces, tag, out in ((a[a0:a1], "del", old), (b[b0:b1], "ins", new)):

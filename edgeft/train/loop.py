@@ -11,7 +11,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import nn
 from edgeft.config import TrainConfig
 from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest, epoch_order
-from edgeft.errors import EdgeftError, StoppedError
+from edgeft.errors import DamagedError, EdgeftError, StoppedError
 from edgeft.model.block import padded
 from edgeft.model.pool import pool
 from edgeft.model.stack import Batch, Stack
@@ -32,11 +33,10 @@ from edgeft.sparse.scheme import Scheme
 from edgeft.stage import peak_bytes
 from edgeft.train import checkpoint, trunk
 from edgeft.train.governor import Governor
+from edgeft.train.guard import Guard
 from edgeft.train.optimizer import Optimizer
 from edgeft.train.progress import Progress
 from edgeft.work import step_flops
-
-CHECKPOINT_SHARE = 0.02  # of the time: where the disk is slow, checkpoints are as rare as that takes
 
 
 @dataclass
@@ -140,7 +140,13 @@ class Trainer:
         self.checkpoint_s = 0.0  # seconds of writing checkpoints in this process
         self.save_s = 0.0  # of the last one
         self.saved: int | None = None  # the step that this process saved last
+        self.guard = Guard()
         self.process = psutil.Process()
+
+    @property
+    def engine(self) -> str:
+        """The code that computes, as the trunk's key names it."""
+        return "kernels" if self.stack.kernels else "torch"
 
     # ------------------------------------------------ one step
 
@@ -164,9 +170,9 @@ class Trainer:
             nodes, batch = self.forest.batch(part)
             self._choose_tokens(batch, part[0])
             piece = self.loss(nodes, batch) / targets
-            with self.optimizer.last_pass() if part is parts[-1] else nullcontext():
-                piece.backward()  # type: ignore[no-untyped-call]
             passed.loss += float(piece.detach())
+            with self.optimizer.last_pass(passed.loss) if part is parts[-1] else nullcontext():
+                piece.backward()  # type: ignore[no-untyped-call]
             passed.tokens += len(nodes)
             passed.flops += self.flops(batch)
         return passed
@@ -215,8 +221,9 @@ class Trainer:
         with stop_requests() as asked:
             self.governor = Governor(self.run, self.progress, asked)
             pausing = self.governor.between
-            cut, engine = self.scheme.cut, "kernels" if self.stack.kernels else "torch"
-            found = trunk.prepare(self.run, self.stack, self.forest, cut, model_id, self.progress, pausing, engine)
+            found = trunk.prepare(
+                self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, pausing, self.engine
+            )
             if found is None:
                 raise self._stopped()
             self.trunk = found
@@ -224,7 +231,7 @@ class Trainer:
             self._fit(lambda: self.governor.between(self._save_before_pause))
 
     def _fit(self, stopping: Callable[[], bool]) -> None:
-        t, schedule = self.run.recipe.train, self.schedule
+        schedule = self.schedule
         validate_after = schedule.validate_after()
         pool.resize(padded(max(self.run.recipe.how.micro_batch_tokens, max(map(len, self.forest.paths)))))
         self.progress.stage("train", schedule.steps)
@@ -236,25 +243,24 @@ class Trainer:
             seconds = round(self.governor.worked_s() - begin, 3)
             self.run.log(event="validation", step=0, heldout_loss=self.base_loss, seconds=seconds)
             self.progress.line(f"held-out loss before training: {self.base_loss:.4f}")
+            self.save()  # the weights that training begins with, to go back to
         saved_at = time.monotonic()
         while self.step < schedule.steps:
             begin = self.governor.worked_s()
-            lr = schedule.lr(self.step)
+            lr = schedule.lr(self.step) * self.guard.rate
             self.optimizer.set_rate(lr)
             passed = self.backward(self.step_rows(self.step), stopping)
             if passed is None:
                 self.optimizer.clear()
                 self.save()
                 raise self._stopped()
-            if not math.isfinite(passed.loss):
-                raise EdgeftError(
-                    f"the loss is {passed.loss} at step {self.step + 1}",
-                    f"lower the learning rate, for example --set train.lr={t.lr / 4:g}",
-                )
             norm = self.optimizer.step()
             self.step += 1
             seconds = self.governor.worked_s() - begin
             self.trained_s += seconds
+            if not self.guard.good(passed.loss, norm):
+                self._skipped(passed.loss, norm)
+                continue
             rss = self.process.memory_info().rss
             self.run.log(
                 event="step", step=self.step, loss=passed.loss, lr=lr, grad_norm=norm,
@@ -264,13 +270,16 @@ class Trainer:
             self.progress.advance(1, note + self.governor.note)
             if self.step in validate_after:
                 self._validate()
-            every = self.run.recipe.how.checkpoint_s
-            every = max(every, self.save_s / CHECKPOINT_SHARE) if every else 0.0
-            if time.monotonic() - saved_at >= every and self.step < schedule.steps:
+            if time.monotonic() - saved_at >= self._save_every() and self.step < schedule.steps:
                 self.save()
                 saved_at = time.monotonic()
         self.save()
         self.progress.end()
+        if not self.best_step:
+            raise EdgeftError(
+                "the held-out loss was never a finite number",
+                f"start another run with a lower rate, for example --set train.lr={self.run.recipe.train.lr / 4:g}",
+            )
         self.run.write_json(
             self.run.done,
             {
@@ -282,6 +291,8 @@ class Trainer:
                 "seconds": round(time.monotonic() - self.began, 2),  # with trunk and validation, of the last process
                 "cpu_seconds": round(time.process_time(), 2),  # of the last process, loading included
                 "trained_parameters": sum(p.numel() for p in self.parameters.values()),
+                "skipped_steps": self.guard.skipped,
+                "rate_factor": self.guard.rate,
                 "peak_bytes": peak_bytes(),
                 "checkpoint_s": round(self.checkpoint_s, 3),  # of the last process
                 **self.governor.totals(),
@@ -301,6 +312,49 @@ class Trainer:
             checkpoint.write(self.run.best, self.parameters, {"step": self.step, "heldout_loss": loss})
             self.checkpoint_s += time.monotonic() - begin
 
+    # ------------------------------------------------ numbers that went bad
+
+    def _skipped(self, loss: float, norm: float) -> None:
+        """The step left the weights as they were; after several, back to good ones, once."""
+        guard, why = self.guard, self.guard.why(loss, norm)
+        self.run.log(event="skipped", step=self.step, why=why, in_row=guard.in_row)
+        self.progress.advance(1)
+        self.progress.line(f"step {self.step}: {why}; skipped")
+        if guard.in_row < guard.LIMIT:
+            if self.step in self.schedule.validate_after():
+                self._validate()
+            return
+        if guard.rate < 1:
+            raise EdgeftError(
+                f"training went astray again, at half the learning rate: {why} at step {self.step}",
+                f"start another run with a lower rate, for example --set train.lr={self.run.recipe.train.lr / 8:g}",
+            )
+        self._go_back()
+
+    def _go_back(self) -> None:
+        """To weights that are known to be good, at half the rate: the best so far, or those training began with.
+
+        Which ones depends on the steps alone, not on when checkpoints were written: a run that is killed and resumed
+        goes back to the same. AdamW begins anew, since what it remembers led here.
+        """
+        good = self.run.best if self.best_step else checkpoint.name(self.run.checkpoints, 0)
+        tensors, _ = checkpoint.read(good)
+        self._set_weights(tensors)
+        self.optimizer.forget()
+        self.step = self.best_step
+        self.guard.back()
+        self._write()
+        checkpoint.drop_after(self.run.checkpoints, self.step)
+        self.run.log(event="back", step=self.step, rate=self.guard.rate)
+        self.progress.line(f"back to the weights of step {self.step}, at half the learning rate")
+        self.progress.stage("train", self.schedule.steps)
+        self.progress.advance(self.step)
+
+    def _set_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors[name])
+
     # ------------------------------------------------ stopping and going on
 
     def _save_before_pause(self) -> None:
@@ -308,8 +362,21 @@ class Trainer:
         if self.saved != self.step:
             self.save()
 
+    def _save_every(self) -> float:
+        """Seconds; 0 is meant as it is."""
+        asked = self.run.recipe.how.checkpoint_s
+        return max(asked, self.save_s / checkpoint.SHARE) if asked else 0.0
+
     def save(self) -> None:
         begin = time.monotonic()
+        self._write()
+        checkpoint.rotate(self.run.checkpoints, self.run.recipe.how.keep_checkpoints, start=not self.best_step)
+        self.saved = self.step
+        self.save_s = time.monotonic() - begin
+        self.checkpoint_s += self.save_s
+        self.run.log(event="checkpoint", step=self.step, seconds=round(self.save_s, 3))
+
+    def _write(self) -> None:
         kept, numbers = self.optimizer.state()
         tensors: dict[str, torch.Tensor] = {**self.parameters, **kept}
         state = {
@@ -319,27 +386,30 @@ class Trainer:
             "best_step": self.best_step,
             "base_loss": self.base_loss,
             "trained_s": self.trained_s,
+            "guard": asdict(self.guard),
         }
         checkpoint.write(checkpoint.name(self.run.checkpoints, self.step), tensors, state)
-        checkpoint.rotate(self.run.checkpoints, self.run.recipe.how.keep_checkpoints)
-        self.saved = self.step
-        self.save_s = time.monotonic() - begin
-        self.checkpoint_s += self.save_s
 
     def _restore(self) -> None:
-        found = checkpoint.newest(self.run.checkpoints)
+        tell = damage(self.run, self.progress)
+        found = checkpoint.newest(self.run.checkpoints, tell)
         if found is None:
             return
         tensors, state = found
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(tensors[name])
+        self._set_weights(tensors)
         self.optimizer.restore(tensors, state["optimizer"])
         self.step = int(state["step"])
         self.best_loss = math.inf if state["best_loss"] is None else float(state["best_loss"])
         self.best_step = int(state["best_step"])
         self.base_loss = float(state["base_loss"])
         self.trained_s = float(state["trained_s"])
+        self.guard = Guard(**state["guard"])
+        if self.best_step:
+            try:
+                checkpoint.best(self.run, self.best_step, tell)
+            except DamagedError as error:
+                tell(self.run.best, f"{error.message}; the best of the steps from here on is kept")
+                self.best_loss, self.best_step = math.inf, 0
         self.run.log(event="resume", step=self.step)
         self.progress.line(f"going on after step {self.step}")
 
@@ -350,10 +420,26 @@ class Trainer:
         )
 
 
-def load_trained(parameters: dict[str, nn.Parameter], run: Run) -> dict[str, Any]:
+def damage(run: Run, progress: Progress) -> checkpoint.Tell:
+    """Says what is wrong with a file, on the screen and in metrics."""
+
+    def tell(path: Path, what: str) -> None:
+        run.log(event="damaged", file=path.name, what=what)
+        progress.line(what)
+
+    return tell
+
+
+def load_trained(parameters: dict[str, nn.Parameter], run: Run, progress: Progress) -> dict[str, Any]:
     """The best checkpoint's tensors into a stack that has the scheme applied."""
-    tensors, state = checkpoint.read(run.best)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+    done = run.read_json(run.done) or {}
+    tensors, state = checkpoint.best(run, int(done.get("best_step", 0)), damage(run, progress))
+    try:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors[name])
+    except (KeyError, RuntimeError):  # a tensor that is not there, or of another shape
+        raise DamagedError(
+            f"{run.best} is not of this model and recipe", "export with the model that the run was made with"
+        ) from None
     return state

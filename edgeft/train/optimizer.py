@@ -28,7 +28,8 @@ class Optimizer:
         groups = [[p] for p in parameters.values()] if self.in_place else [list(parameters.values())]
         self.parts = [_adamw(group, train, how) for group in groups]
         self.of = {p: part for part, group in zip(self.parts, groups, strict=True) for p in group}
-        self._squares = 0.0  # of the gradients used so far in this step
+        self._squares = 0.0  # of the gradients seen so far in this step
+        self._good = True  # the step's loss is a number
 
     def set_rate(self, lr: float) -> None:
         for part in self.parts:
@@ -36,9 +37,10 @@ class Optimizer:
                 group["lr"] = lr
 
     @contextmanager
-    def last_pass(self) -> Iterator[None]:
-        """Around the backward pass that completes a step's gradients."""
+    def last_pass(self, loss: float) -> Iterator[None]:
+        """Around the backward pass that completes a step's gradients; `loss` is the whole step's."""
         self._squares = 0.0
+        self._good = math.isfinite(loss)
         if not self.in_place:
             yield
             return
@@ -56,18 +58,30 @@ class Optimizer:
     def _use(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
             return
-        self._squares += float(parameter.grad.norm()) ** 2
-        self.of[parameter].step()  # type: ignore[index]
+        norm = float(parameter.grad.norm())
+        self._squares += norm**2
+        if self._good and math.isfinite(norm):
+            self.of[parameter].step()  # type: ignore[index]
         parameter.grad = None
 
     def step(self) -> float:
-        """The gradient's norm, before it was clipped; gradients are gone after it."""
+        """The gradient's norm, before it was clipped; gradients are gone after it.
+
+        Where loss or norm is no finite number, nothing is updated (in place: no tensor whose own gradient is none).
+        """
         if self.in_place:
             return math.sqrt(self._squares)
         norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self.clip or math.inf))
-        self.parts[0].step()
+        if self._good and math.isfinite(norm):
+            self.parts[0].step()
         self.clear()
         return norm
+
+    def forget(self) -> None:
+        """As if no step had been taken."""
+        self.clear()
+        for part in self.parts:
+            part.state.clear()
 
     def clear(self) -> None:
         for parameter in self.parameters.values():

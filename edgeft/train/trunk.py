@@ -24,7 +24,7 @@ from edgeft.data.tree import Forest
 from edgeft.errors import ModelError, RunError
 from edgeft.model import ggml, is_gguf
 from edgeft.model.stack import Batch, Stack
-from edgeft.run import Run, writing
+from edgeft.run import Run, sweep, writing
 from edgeft.train.progress import Progress
 
 FORMAT = 2
@@ -238,21 +238,9 @@ def prepare(
     engine: str = "",
 ) -> Trunk | None:
     """Fills the cache, or takes it as it is when it is whole; None when asked to stop on the way."""
-    how = run.recipe.how
-    if cut == 0 or how.trunk == "rerun":
+    if cut == 0 or run.recipe.how.trunk == "rerun":
         return Trunk(stack, cut, None)
-    frozen = run.recipe.model.frozen
-    if frozen == "auto":
-        frozen = "packed" if is_gguf(stack.source) else "nf4"
-    codec = CODECS[how.trunk_dtype](stack.width)
-    note = {
-        "key": key(forest, cut, how.trunk_dtype, stack.width, model_id, frozen, engine),
-        "model": Path(stack.source).name,
-        "cut": cut,
-        "dtype": how.trunk_dtype,
-        "tokens": len(forest),
-        "bytes": len(forest) * codec.row_bytes + codec.tail_bytes,
-    }
+    codec, note = _describe(run, stack, forest, cut, model_id, engine)
     entry, shared = _place(run, note, progress)
 
     def whole() -> bool:
@@ -289,6 +277,38 @@ def prepare(
     found = Trunk(stack, cut, states, codec)
     found.entry = entry
     return found
+
+
+def _describe(
+    run: Run, stack: Stack, forest: Forest, cut: int, model_id: str, engine: str
+) -> tuple[Codec, dict[str, Any]]:
+    """The format, and what the cache's note says of the states."""
+    dtype, frozen = run.recipe.how.trunk_dtype, run.recipe.model.frozen
+    if frozen == "auto":
+        frozen = "packed" if is_gguf(stack.source) else "nf4"
+    codec = CODECS[dtype](stack.width)
+    return codec, {
+        "key": key(forest, cut, dtype, stack.width, model_id, frozen, engine),
+        "model": Path(stack.source).name,
+        "cut": cut,
+        "dtype": dtype,
+        "tokens": len(forest),
+        "bytes": len(forest) * codec.row_bytes + codec.tail_bytes,
+    }
+
+
+def missing(
+    run: Run, stack: Stack, forest: Forest, cut: int, model_id: str, engine: str
+) -> list[tuple[Path, str, int]]:
+    """What `prepare` will still take on the disk: (folder, what, bytes)."""
+    if cut == 0 or run.recipe.how.trunk == "rerun":
+        return []
+    _, note = _describe(run, stack, forest, cut, model_id, engine)
+    entry, _ = _place(run, note, Progress())
+    there = entry.bytes()
+    whole = "crc32" in entry.note and there >= note["bytes"]
+    between = 2 * 4 * stack.width * len(forest) if run.recipe.how.trunk_order == "blocks" and cut > 1 else 0
+    return [(entry.path, "trunk cache", 0 if whole else max(0, note["bytes"] + between - there))]
 
 
 def _place(run: Run, note: dict[str, Any], progress: Progress) -> tuple[cache.Entry, bool]:
@@ -338,6 +358,7 @@ class _Maker:
 
     def make(self) -> bool:
         """False when asked to stop on the way."""
+        sweep(self.entry.path)
         found = self.entry.note
         same = (
             found.get("key") == self.note["key"]
