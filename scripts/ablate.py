@@ -27,6 +27,7 @@ WAYS: dict[str, tuple[str, list[str]]] = {
     "half of the tokens": ("5. token share 0.5, off as shipped", ["train.token_share=0.5"]),
     "step in place": ("6. update in place, off as shipped", ["how.step_in_place=true", "train.clip=0"]),
     "8-bit state": ("6. 8-bit optimiser state, off as shipped", ["how.optimizer_state=8bit"]),
+    "fp32 products": ("7. bf16 products, where the processor has them", ["how.products=fp32"]),
     "plain torch": ("7. compiled kernels", ["how.compile=off"]),
     "recompute": ("activations computed again, off as shipped", ["how.recompute=true"]),
 }
@@ -42,6 +43,7 @@ def one(sets: list[str], folder: Path, args: argparse.Namespace) -> dict[str, An
         f"data.max_tokens={args.max_tokens}",
         "how.compile=on",
         "how.trunk_place=run",
+        "how.nice=0",
     ]
     command = [sys.executable, "-m", "edgeft", "finetune", "--recipe", args.recipe, "--out", str(folder)]
     command += [part for item in [*every, *args.set, *sets] for part in ("--set", item)]

@@ -179,6 +179,7 @@ class Bench:
         folder, args = self.work / "edgeft", self.args
         values = {
             **self.data_sets, "train.epochs": args.epochs, "train.validations": args.validations,
+            "how.nice": 0,
             "how.trunk_place": "run",  # the trunk pass is on the clock: none from an earlier run
         }  # fmt: skip
         own = [part for item in args.set for part in ("--set", item)]

@@ -32,6 +32,7 @@ def finetune(recipe: str, folder: Path, args: argparse.Namespace) -> dict[str, A
         "data.max_tokens": args.max_tokens,
         "train.epochs": args.epochs,
         "eval.rows": args.dev_rows,
+        "how.nice": 0,
     }
     command = [
         sys.executable,

@@ -364,7 +364,7 @@ def stepped(how: HowConfig, steps: int, reload_after: int = -1) -> list[torch.Te
     optimizer = Optimizer(parameters, train, how)
     for step in range(steps):
         optimizer.set_rate(1e-2 / (step + 1))
-        with optimizer.last_pass():
+        with optimizer.last_pass(1.0):
             x = torch.full((3, 80), float(step + 1))
             ((x @ parameters["a.weight"]).tanh() * parameters["b.bias"]).sum().backward()  # type: ignore[no-untyped-call]
         assert optimizer.step() > 0
