@@ -118,13 +118,20 @@ def base_file(run: Run) -> Path | None:
 
 def results(run: Run) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """(the run's own held-out rows, other suites)."""
-    main = run.read_json(run.evaluation) or run.read_json(run.path / "eval-trainer.json")
+    main = _scores(run, run.evaluation) or _scores(run, run.path / "eval-trainer.json")
     others: dict[str, dict[str, Any]] = {}
     for file in sorted(run.path.glob("eval-*.json"), reverse=True):  # eval-keep.json, as shipped, over -trainer
-        found = run.read_json(file)
-        if found and "tuned" in found and found.get("suite") not in (None, "qa"):
+        found = _scores(run, file)
+        if found and isinstance(found.get("suite"), str) and found["suite"] != "qa":
             others[found["suite"]] = found
     return main, [others[name] for name in sorted(others)]
+
+
+def _scores(run: Run, file: Path) -> dict[str, Any] | None:
+    """A result whose parts are tables, as they were written; one that was damaged since is none."""
+    found = run.read_json(file) or {}
+    tables = all(isinstance(found.get(key) or {}, dict) for key in ("base", "difference", "verdict"))
+    return found if tables and isinstance(found.get("tuned"), dict) else None
 
 
 def _memory(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
