@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -55,11 +56,13 @@ def exact() -> Iterator[LlamaFile]:
     """The same weights in float32. Packed ones are multiplied with tokens that are rounded to 8 bits, which makes a
     difference in the last bit one of half a per cent: whether the right tokens were read is seen only without."""
     assert MODEL
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quick, "WIDE", ggml.F32)
-        with quick.quick(MODEL, 5000) as place, LlamaFile(place, threads=1) as opened:
-            assert place != MODEL
-            yield opened
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:  # the copy is made on entering
+            patch.setattr(quick, "WIDE", ggml.F32)
+            patch.setattr(quick, "SLOW", ("q4_1", "q8_0"))
+            place = stack.enter_context(quick.quick(MODEL, 5000))
+        assert {info.type for info in GGUF.open(place).tensors.values()} == {ggml.F32}
+        yield stack.enter_context(LlamaFile(place, threads=1))
 
 
 @pytest.fixture(scope="module")

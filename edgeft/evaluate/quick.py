@@ -33,7 +33,7 @@ def quick(path: str | Path, tokens: int) -> Iterator[Path]:
         yield source
         return
     base = GGUF.open(source)
-    tensors = [_widened(base, info) if _slow(info) else _kept(base, info) for info in base.tensors.values()]
+    tensors = [_widened(base, info) if _slow(base, info) else _kept(base, info) for info in base.tensors.values()]
     size = sum(tensor.nbytes for tensor in tensors)
     if size == sum(i.nbytes for i in base.tensors.values()) or size > MEMORY_SHARE * device.memory().available_bytes:
         yield source
@@ -43,9 +43,10 @@ def quick(path: str | Path, tokens: int) -> Iterator[Path]:
         yield Path(f"/proc/self/fd/{file.fileno()}")
 
 
-def _slow(info: TensorInfo) -> bool:
-    """A matrix that tokens are multiplied with; an embedding is looked up."""
-    return ggml.type_name(info.type) in SLOW and len(info.shape) == 2 and info.name != "token_embd.weight"
+def _slow(base: GGUF, info: TensorInfo) -> bool:
+    """A matrix that tokens are multiplied with; an embedding that is not the head, too, is only looked up."""
+    multiplied = info.name != "token_embd.weight" or "output.weight" not in base.tensors
+    return ggml.type_name(info.type) in SLOW and len(info.shape) == 2 and multiplied
 
 
 def _kept(base: GGUF, info: TensorInfo) -> NewTensor:

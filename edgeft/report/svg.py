@@ -31,7 +31,6 @@ SETTINGS = {
     "svg.fonttype": "none",  # letters stay letters: small, and they can be searched and copied
     "font.size": TEXT,
     "text.color": COLOUR["ink"],
-    "axes.facecolor": "none",
     "axes.edgecolor": COLOUR["line"],
     "axes.labelcolor": COLOUR["soft"],
     "axes.spines.top": False,
@@ -76,9 +75,10 @@ class _Plot:
 
         self.title, self.height = title, height
         self.figure: Figure = Figure(figsize=(WIDTH / 72, height / 72))
-        self.figure.patch.set_alpha(0)
+        self.figure.patch.set_visible(False)
         share = [left / WIDTH, bottom / height, 1 - (left + right) / WIDTH, 1 - (top + bottom) / height]
         self.axes: Axes = self.figure.add_axes((share[0], share[1], share[2], share[3]))
+        self.axes.patch.set_visible(False)
         self.axes.tick_params(pad=6)
         self.tips: list[str] = []
 
@@ -97,7 +97,7 @@ class _Plot:
 
     def written(self, about: str) -> str:
         """The SVG element, with the page's colours and letters, and names that no other plot of the page has."""
-        for artist in self.axes.get_children():
+        for artist in self.figure.findobj():
             artist.set_clip_on(False)  # nothing is drawn outside; clip paths would only make the page larger
         file = io.StringIO()
         self.figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
@@ -107,7 +107,8 @@ class _Plot:
         text = re.sub(r"<defs>\s*</defs>", "", text)
         for name, stand_in in COLOUR.items():
             text = text.replace(stand_in, f"var(--{name})")
-        text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
+        text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)  # the page's letters
+        text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
         for i, words in enumerate(self.tips):
             text = text.replace(f'<g id="tip{i}">', f"<g><title>{escape(words)}</title>")
         text = re.sub(r'<g id="[^"]*"', "<g", text)
