@@ -350,7 +350,7 @@ def test_the_command_shows_and_clears(
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["rows", "blocks"])
 def test_killed_in_the_trunk_it_goes_on_where_it_was(order: str, tmp_path: Path, edgeft: Edgeft, shared: Path) -> None:
-    data = small_rows(tmp_path / "rows", train=300, heldout=4)
+    data = small_rows(tmp_path / "rows", train=100, heldout=4)
     sets = ["update.blocks=28-29", "train.steps=1", "how.micro_batch_tokens=64", f"how.trunk_order={order}"]
     options = ["--data", str(data), "--until", "train", *(part for s in sets for part in ("--set", s))]
     code = (
