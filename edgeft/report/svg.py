@@ -26,7 +26,7 @@ Points = Sequence[tuple[float, float]]
 # only; the page's change with the reader's light or dark setting.
 NAMES = ("tuned", "base", "soft", "line", "fill", "ink", "card", "good", "bad", "c1", "c2", "c3", "c4")
 COLOUR = {name: f"#{0x010203 + i:06x}" for i, name in enumerate(NAMES)} | {"c0": "#010203"}
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "edgeft",  # the same run gives the same file
     "svg.fonttype": "none",  # letters stay letters: small, and they can be searched and copied
     "font.size": TEXT,
