@@ -134,7 +134,7 @@ class Crowd:
             for branch, (cached, shared) in zip(planned, shares, strict=True):
                 branch.seq = self.free.pop()
                 self.file.copy(before, branch, cached)
-                branch.steps = before.steps[: shared - before.first]
+                branch.steps = before.steps[: max(0, shared - before.first)]  # none, if it leaves before they begin
                 for step in branch.steps:
                     step.branches.append(branch)
                 new = [Step(branch.ids[p], p, Cell(), [branch]) for p in range(shared, len(branch.ids))]
