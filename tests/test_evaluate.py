@@ -422,6 +422,23 @@ def test_a_row_does_not_depend_on_its_company(
     assert wide[-1] == Said()
 
 
+CUTS = [(10, " a"), (10, " the"), (9, " of"), (6, " was"), (4, "-"), (8, " has"), (2, " new"), (7, " and")]
+
+
+@needs_model
+def test_rows_that_leave_the_held_prefix_at_different_places(file: LlamaFile) -> None:
+    """Two rows at a time: the third goes on from what the second left, and the fourth leaves that earlier."""
+    begin = file.tokenize("The old mill by the river still grinds corn on")
+    prompts = [begin[:cut] + file.tokenize(text, add_bos=False) for cut, text in CUTS]
+    prompts.sort()
+    alone = []
+    for prompt in prompts:
+        forget(file)
+        alone += file.generate([prompt], 4)
+    with LlamaFile(file.path, threads=1, parallel=2) as narrow:
+        assert narrow.generate(prompts, 4) == alone
+
+
 @needs_model
 def test_a_crowd_that_is_stopped_leaves_an_empty_cache(file: LlamaFile) -> None:
     prompts = [file.tokenize(text) for text in ("Once upon a time", "2 + 2 =", "Roses are red, violets are")]
