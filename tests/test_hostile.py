@@ -329,7 +329,7 @@ TEMPLATES = {
     "a wide line": "{{ 'a' | center(10**10) }}",
     "a long list": "{{ [1] * 10**10 }}",
     "long output": "{{ 'a' * 9999999 }}",
-    "a power": "{{ (10**10**8) % 7 }}",
+    "a power": "{{ 10 ** (10 ** 9) % 7 }}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "deep": "{{ " + "(" * 9999 + ")" * 9999 + " }}",
     "python inside": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -523,7 +523,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a billion blocks": ({"num_hidden_layers": 10**9}, "lacks the tensor|no model.safetensors|cannot be read"),
     "no heads": ({"num_attention_heads": 0}, "config.json|num_attention_heads"),
     "width": ({"hidden_size": 2**40}, "hidden_size|config.json"),
-    "head": ({"head_dim": 2**40}, "heads of|config.json|not"),
+    "head": ({"head_dim": 2**40}, "heads of|lacks the tensor"),
     "vocabulary": ({"vocab_size": -1}, "vocab_size|config.json"),
     "texts": ({"hidden_size": "64"}, "hidden_size|config.json"),
 }

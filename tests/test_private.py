@@ -40,6 +40,7 @@ def made_entry(name: str, *users: Path) -> cache.Entry:
     assert root is not None
     with cache.changing(root):
         entry = cache.Entry(root / name)
+    entry.path.mkdir()
     assert entry.alone()
     entry.states.write_bytes(bytes(100))
     entry.write_note({"crc32": 1})
