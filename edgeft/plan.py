@@ -172,7 +172,8 @@ def _proposals(recipe: Recipe, shape: Shape, how: HowConfig, longest: int, budge
     from edgeft.sparse import scheme as schemes
 
     found: list[str] = []
-    tries: list[dict[str, Any]] = [{"blocks": n} for n in (12, 8, 6, 4, 2, 1) if n < shape.depth]
+    # fewer blocks in the middle: on question answering the last ones learn little
+    tries: list[dict[str, Any]] = [{"blocks": f"{low}%-67%"} for low in (23, 37, 50, 60)]
     tries += [{"method": "lora", "rank": 16}, {"weights": False, "norms": True}]
     for change in tries:
         try:

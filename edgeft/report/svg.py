@@ -86,7 +86,7 @@ class _Plot:
         artist.set_gid(f"tip{len(self.tips)}")
         self.tips.append(words)
 
-    def note(self, words: str, corner: tuple[float, float], offset: tuple[float, float], **how: str) -> None:
+    def note(self, words: str, corner: tuple[float, float], offset: tuple[float, float], **how: Any) -> None:
         """Words beside a corner of the axes."""
         place: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "color": COLOUR["soft"]}
         self.axes.annotate(words, corner, offset, **place, **how)
