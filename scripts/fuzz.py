@@ -67,7 +67,18 @@ def mutate(data: bytes, r: random.Random, words: tuple[bytes, ...] = ()) -> byte
     return bytes(out)
 
 
-YAML_WORDS = (b"&a ", b"*a", b"<<: ", b"!!python/object:os.system ", b"!!binary ", b"!!set ", b"- ", b"[", b"{", b"? ")
+YAML_WORDS: tuple[bytes, ...] = (
+    b"&a ",
+    b"*a",
+    b"<<: ",
+    b"!!python/object:os.system ",
+    b"!!binary ",
+    b"!!set ",
+    b"- ",
+    b"[",
+    b"{",
+    b"? ",
+)
 YAML_WORDS += (
     b": ",
     b"\n",
@@ -85,9 +96,21 @@ YAML_WORDS += (
     b'"',
 )
 YAML_WORDS += (b"2024-13-45", b"train: ", b"how: ", b"update: {blocks: ", b"999999999999999999999", b"\x00", b"\xff")
-JSON_WORDS = (b"[", b"{", b'"', b"\\u0000", b"\\ud800", b"NaN", b"1e999999", b"-Infinity", b"9" * 5000, b"null", b"\n")
+JSON_WORDS: tuple[bytes, ...] = (
+    b"[",
+    b"{",
+    b'"',
+    b"\\u0000",
+    b"\\ud800",
+    b"NaN",
+    b"1e999999",
+    b"-Infinity",
+    b"9" * 5000,
+    b"null",
+    b"\n",
+)
 JSON_WORDS += (b"true", b"[]", b"{}", b'"":', b'{"a":', b"\xff", b"\xef\xbb\xbf", b",", b":", b'"text"', b'"messages"')
-CSV_WORDS = (
+CSV_WORDS: tuple[bytes, ...] = (
     b'"',
     b'""',
     b",",
@@ -102,7 +125,7 @@ CSV_WORDS = (
     b"\xef\xbb\xbf",
     b"question",
 )
-JINJA_WORDS = (
+JINJA_WORDS: tuple[bytes, ...] = (
     b"{{",
     b"}}",
     b"{%",
@@ -193,12 +216,13 @@ def gguf_input(r: random.Random, small: float = 0.85, gentle: bool = False) -> t
     from edgeft.model.gguf import SCALARS, encode_string
 
     records, tensors, size = _headers()[r.random() > small]
-    records, infos = list(records), [[name, list(shape), kind, offset] for name, shape, kind, offset in tensors]
+    records = list(records)
+    infos: list[Any] = [[name, list(shape), kind, offset] for name, shape, kind, offset in tensors]
     counts = [len(infos), len(records)]
     for _ in range(0 if r.random() < 0.3 else r.choice((1, 1, 2, 4))):
         what, place = r.randrange(12), r.randrange(len(records))
         key = int.from_bytes(records[place][:8], "little")
-        info: Any = r.choice(infos)
+        info = r.choice(infos)
         if what == 0:  # a value of another kind
             kind = r.choice((*SCALARS, 8, 9, 13, 2**32 - 1))
             records[place] = records[place][: 8 + key] + struct.pack("<I", kind) + records[place][12 + key :]
@@ -222,7 +246,7 @@ def gguf_input(r: random.Random, small: float = 0.85, gentle: bool = False) -> t
         elif what == 6:
             infos.remove(info)
             counts[0] -= r.randrange(2)
-        elif what == 7:
+        elif what == 7 and info[1]:
             info[1][r.randrange(len(info[1]))] = r.choice((*EXTREME, 64, 576))
         elif what == 8:
             info[1] = r.choice(([], [1] * 5, [0], info[1][::-1], [2**32, 2**32], [2**33] * 4))
@@ -230,7 +254,7 @@ def gguf_input(r: random.Random, small: float = 0.85, gentle: bool = False) -> t
             info[2] = r.choice((*range(40), 2**31, 2**32 - 1))
         elif what == 10:
             info[3] = r.choice((*EXTREME, info[3] + 32, info[3] - 32)) % 2**64
-        else:
+        elif what == 11:
             records[place] = mutate(records[place], r)
         if not records or not infos:
             break
@@ -277,7 +301,7 @@ ROWS: list[Any] = [
 
 def _edited(value: Any, r: random.Random) -> Any:
     """JSON with some of its values replaced."""
-    odd = (
+    odd: tuple[Any, ...] = (
         None,
         True,
         -1,
