@@ -307,6 +307,8 @@ def _parse(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except (ValueError, OverflowError, RecursionError) as error:  # 2024-13-45 looks like a date; [[[[… goes too deep
         raise yaml.YAMLError(str(error)) from None
+    except (AttributeError, LookupError, TypeError):  # what PyYAML raises for !!timestamp x, !!bool x, !!set x
+        raise yaml.YAMLError("a tag (!!…) on what it does not fit") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
