@@ -336,6 +336,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+# ---------------------------------------------------------------- where files lie
+
+
+def place(path: str | Path) -> Path:
+    """A path with `~` opened up, where that names a user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is a file or folder; what cannot be a name, like one of 300 letters, names none."""
+    try:
+        return place(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
 # ---------------------------------------------------------------- where recipes live
 
 
@@ -353,7 +372,7 @@ def names(kind: str) -> list[str]:
 
 def _find(kind: str, name: str) -> Path:
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        path = Path(name).expanduser()
+        path = place(name)
         if not path.is_file():
             raise ConfigError(f"there is no {kind} file {name}", f"`edgeft {kind}s` lists the shipped ones")
         return path

@@ -432,6 +432,33 @@ def test_a_pipe_is_no_recipe(tmp_path: Path) -> None:
         config.load_recipe(str(tmp_path / "r.yaml"))
 
 
+LONG = "n" * 300
+
+
+@pytest.mark.parametrize("name", [LONG, f"a/{LONG}", f"{LONG}.gguf", "~nobody-at-all/x", f"{LONG}.jsonl"])
+def test_names_that_cannot_be(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from edgeft.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.yaml").write_text(json.dumps({"data": {"path": name, "heldout": name}}))
+    load_suite(str(tmp_path / "s.yaml"))
+    for args, codes in (
+        (["data", name], (4,)),
+        (["finetune", "--data", name, "--offline"], (4,)),
+        (["finetune", "--model", name, "--offline"], (5,)),
+        (["finetune", "--set", f"data.heldout={name}"], (4,)),
+        (["eval", name], (2, 5)),
+        (["chat", name], (2, 5, 6)),
+        (["runs", "rm", name, "--yes"], (2, 6)),
+        (["finetune", "--recipe", name], (2,)),
+    ):
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code in codes, (args, result.output, result.exception)
+        assert "Traceback" not in result.output
+
+
 # ---------------------------------------------------------------- data
 
 
