@@ -6,6 +6,7 @@ A user's mistake ends with `error:` and `hint:` on stderr and its own exit code;
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -62,6 +63,11 @@ def told() -> Iterator[None]:
         raise typer.Exit(130) from None
     except BrokenPipeError:
         raise typer.Exit(0) from None
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        err.print("[bold red]error:[/] a name that was given is too long to be a file's", soft_wrap=True)
+        raise typer.Exit(ConfigError.exit_code) from None
 
 
 def _plain(text: str) -> str:
@@ -174,10 +180,10 @@ def _resolve(
         chosen.data.path = data
     chosen = config.apply_sets(chosen, sets or [])
     for source in (chosen.model, chosen.data):  # a run can be resumed from another folder
-        if source.path and Path(source.path).exists():
-            source.path = str(Path(source.path).resolve())
-    if chosen.data.heldout and Path(chosen.data.heldout).exists():
-        chosen.data.heldout = str(Path(chosen.data.heldout).resolve())
+        if source.path and config.exists(source.path):
+            source.path = str(config.place(source.path).resolve())
+    if chosen.data.heldout and config.exists(chosen.data.heldout):
+        chosen.data.heldout = str(config.place(chosen.data.heldout).resolve())
     return chosen, profile
 
 

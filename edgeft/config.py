@@ -367,6 +367,8 @@ def _parse(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except (ValueError, OverflowError, RecursionError) as error:  # 2024-13-45 looks like a date; [[[[… goes too deep
         raise yaml.YAMLError(str(error)) from None
+    except (AttributeError, LookupError, TypeError):  # what PyYAML raises for !!timestamp x, !!bool x, !!set x
+        raise yaml.YAMLError("a tag (!!…) on what it does not fit") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -394,6 +396,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+# ---------------------------------------------------------------- where files lie
+
+
+def place(path: str | Path) -> Path:
+    """A path with `~` opened up, where that names a user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is a file or folder; what cannot be a name, like one of 300 letters, names none."""
+    try:
+        return place(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
 # ---------------------------------------------------------------- where recipes live
 
 
@@ -411,7 +432,7 @@ def names(kind: str) -> list[str]:
 
 def _find(kind: str, name: str) -> Path:
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        path = Path(name).expanduser()
+        path = place(name)
         if not path.is_file():
             raise ConfigError(f"there is no {kind} file {name}", f"`edgeft {kind}s` lists the shipped ones")
         return path

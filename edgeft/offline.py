@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+
+from edgeft import config
 
 QUIET = ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK", "DISABLE_TELEMETRY")
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
@@ -31,7 +32,7 @@ def go() -> None:
 
 def go_if(asked: bool, *sources: str | None) -> None:
     """When asked to; and always when everything that is named lies on this machine."""
-    if asked or all(source is None or Path(source).expanduser().exists() for source in sources):
+    if asked or all(source is None or config.exists(source) for source in sources):
         go()
 
 

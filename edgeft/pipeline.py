@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from edgeft import device
-from edgeft.config import HowConfig, Recipe
+from edgeft.config import HowConfig, Recipe, exists
 from edgeft.data import rows as data_rows
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
@@ -42,7 +42,7 @@ def check_model(source: str, frozen: str = "auto") -> None:
     if is_gguf(source):
         check_file(source)
         check_frozen(source, frozen)
-    elif not Path(source).exists() and (source.count("/") != 1 or source.startswith((".", "/", "~"))):
+    elif not exists(source) and (source.count("/") != 1 or source.startswith((".", "/", "~"))):
         raise ModelError(
             f"there is no model at {source}", "give a GGUF file, a Hugging Face folder or a hub id (owner/name)"
         )

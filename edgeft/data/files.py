@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgeft import offline
+from edgeft import config, offline
 from edgeft.errors import DataError
 from edgeft.model.tokenizer import go_offline_if_cut_off
 
@@ -266,8 +266,8 @@ def _hub(name: str) -> dict[str, Source]:
         import datasets
 
         datasets.disable_progress_bars()
-        identifier, _, config = name.partition(":")
-        splits = datasets.load_dataset(identifier, config or None)
+        identifier, _, part = name.partition(":")
+        splits = datasets.load_dataset(identifier, part or None)
     except ImportError:
         raise DataError(f"{name}: hub ids need `datasets`", "pip install datasets") from None
     except Exception as error:  # the hub client, its transport and the set's files raise what they like
@@ -296,7 +296,7 @@ def hub_records(name: str, table: Any) -> Iterator[Found]:
 
 def find(path: str, without: str | None = None) -> tuple[list[Source], list[Source]]:
     """(sources, held-out sources); the second is empty unless names in a folder or on the hub tell them apart."""
-    place = Path(path).expanduser()
+    place = config.place(path)
     try:
         place.stat()
     except FileNotFoundError:
@@ -308,7 +308,7 @@ def find(path: str, without: str | None = None) -> tuple[list[Source], list[Sour
         return ([splits["train"]], held) if "train" in splits and held else (list(splits.values()), [])
     except OSError as error:
         raise os_error(error, path) from None
-    excluded = Path(without).expanduser().resolve() if without else None
+    excluded = config.place(without).resolve() if without else None
     if not place.is_dir():
         if place.resolve() == excluded:
             raise DataError(f"{path} is both the training and the held-out file", "name another file with data.heldout")

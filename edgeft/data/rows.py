@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgeft.config import DataConfig
+from edgeft.config import DataConfig, exists, place
 from edgeft.data.files import ROW_HINT, Paragraph, Source, Unusable, find
 from edgeft.errors import DataError
 
@@ -245,10 +245,10 @@ def load(config: DataConfig, for_eval: bool = False) -> Dataset:
     """Rows for training and held-out rows; `for_eval`: held-out rows only, a single file taken whole."""
     path = config.path or str(Path(__file__).parent.parent / "demo")
     named = config.heldout
-    if named and not Path(named).expanduser().exists():  # perhaps meant beside the data
-        beside = Path(path).expanduser()
+    if named and not exists(named):  # perhaps meant beside the data
+        beside = place(path)
         beside = (beside if beside.is_dir() else beside.parent) / named
-        named = str(beside) if beside.exists() else named
+        named = str(beside) if exists(beside) else named
     main, held = ([], []) if for_eval and named else find(path, without=named)
     if named:
         whole, split = find(named)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from edgeft import sandbox
-from edgeft.config import DataConfig, EvalConfig, build, knob, read_yaml, shipped
+from edgeft.config import DataConfig, EvalConfig, build, exists, knob, place, read_yaml, shipped
 from edgeft.data import files
 from edgeft.data.rows import Reader, Row
 from edgeft.data.tokens import Encoded, encode_rows, prompt_ids
@@ -57,7 +57,7 @@ def suites() -> list[str]:
 def load_suite(name: str) -> Suite:
     """A shipped suite by name, or a file of one's own; data is looked for beside the file first."""
     own = name.endswith((".yaml", ".yml")) or "/" in name
-    path = Path(name).expanduser() if own else shipped("eval") / f"{name}.yaml"
+    path = place(name) if own else shipped("eval") / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(f"there is no suite `{name}`", f"shipped: {', '.join(suites())}; or name a YAML file")
     values = read_yaml(path)
@@ -82,7 +82,7 @@ def load_suite(name: str) -> Suite:
             ) from None
     for key in ("path", "heldout"):
         named = getattr(suite.data, key)
-        if named and (path.parent / named).exists():
+        if named and exists(path.parent / named):
             setattr(suite.data, key, str(path.parent / named))
     return suite
 
@@ -169,8 +169,8 @@ def read_items(suite: Suite, data: DataConfig, tokenizer: Tokenizer, limit: int)
 def _sources(data: DataConfig) -> list[files.Source]:
     path = data.path or str(Path(__file__).parent.parent / "demo")
     named = data.heldout
-    if named and not Path(named).expanduser().exists():  # perhaps meant beside the data
-        beside = Path(path).expanduser()
+    if named and not exists(named):  # perhaps meant beside the data
+        beside = place(path)
         named = str((beside if beside.is_dir() else beside.parent) / named)
     main, held = files.find(named or path)
     return held or main

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from edgeft import offline, sandbox
+from edgeft import config, offline, sandbox
 from edgeft.errors import DataError, ModelError
 from edgeft.model.gguf import GGUF
 from edgeft.model.header import check_vocabulary
@@ -70,7 +70,7 @@ class Tokenizer(Protocol):
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
     """A file is a GGUF file; a folder or a name of the form owner/name is Hugging Face's."""
-    place = Path(path).expanduser()
+    place = config.place(path)
     try:
         if place.is_dir():
             return HfTokenizer(place)
