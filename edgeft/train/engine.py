@@ -34,14 +34,16 @@ class Engine:
 def choose(run: Run, head_width: int, gate: str, flops: float, progress: Progress) -> Engine:
     """flops: work that is planned."""
     note = run.path / "engine.json"
-    before = (run.read_json(note) or {}).get("kernels")
-    found = _load(progress) if (before if isinstance(before, bool) else _wanted(run, flops, progress)) else None
+    before = run.read_json(note) or {}  # damaged or of another form: as if there were none
+    kernels_before, half_before = before.get("kernels"), before.get("half")
+    wanted = kernels_before if isinstance(kernels_before, bool) else _wanted(run, flops, progress)
+    found = _load(progress) if wanted else None
     if found is not None and not found.able(head_width, gate):
         if run.recipe.how.compile == "on" or run.recipe.train.token_share < 1:
             raise EdgeftError("edgeft's kernels cannot run this model's heads", "--set how.compile=off")
         progress.line(f"edgeft's kernels cannot run this model's heads: {SLOWER}")
         found = None
-    half = bool(before["half"]) if before and "half" in before else _half(run.recipe.how.products, found is not None)
+    half = half_before if isinstance(half_before, bool) else _half(run.recipe.how.products, found is not None)
     run.write_json(note, {"kernels": found is not None, "half": half})
     return Engine(found, half)
 
