@@ -167,7 +167,7 @@ class Tree:
 
     def wait(self) -> int:
         """Exit code."""
-        while self.next_mark() is not None:
+        while self.code is None and self.next_mark() is not None:
             pass
         return self._reap()
 
