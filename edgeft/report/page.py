@@ -387,8 +387,8 @@ def _heat_plot(story: Story) -> str:
     limits = [
         svg.Limit(f"{name} {value:g} °C", value, style)
         for name, value, style in (
-            ("target", governor.target_celsius, "plan"),
-            ("limit", governor.limit_celsius, "limit"),
+            ("target", governor.target_celsius, "c1"),
+            ("limit", governor.limit_celsius, "bad"),
         )
         if value
     ]
