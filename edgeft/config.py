@@ -116,7 +116,7 @@ class HowConfig:
     threads: int = knob(0, "compute threads; 0 = all cores", low=0)
     products: str = knob(
         "auto",
-        "operands of the kernels' matrix products; auto: bf16 where a short trial finds them much faster, else fp32",
+        "operands of the kernels' matrix products; auto: bf16 where the processor has instructions for it, else fp32",
         choices=("auto", "fp32", "bf16"),
     )
     nice: int = knob(

@@ -77,11 +77,12 @@ def sync_folder(folder: Path) -> None:
             raise
 
 
-def sweep(folder: Path) -> None:
-    """Takes away what processes that were killed left half written."""
+def sweep(folder: Path, locked: bool = False) -> None:
+    """Takes away what processes that were killed left half written; locked: only this one writes there."""
     for path in folder.glob(".*.tmp"):
         owner = _LEFT.fullmatch(path.name)
-        if owner and not _lives(int(owner[1])):
+        # by the number alone, one that was killed a moment ago, or another that has its number now, would seem alive
+        if owner and (int(owner[1]) != os.getpid() if locked else not _lives(int(owner[1]))):
             with contextlib.suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -181,7 +182,7 @@ class Run:
             path.chmod(0o700)  # it holds the user's data
         run.lock()
         for folder in (path, run.checkpoints, run.trunk):
-            sweep(folder)
+            sweep(folder, locked=True)
         with replacing(run.recipe_file) as file:
             file.write(config.dump(recipe).encode())
         return run

@@ -325,17 +325,20 @@ def test_auto_compiles_only_what_pays(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_run_keeps_its_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = kernels.load()
+
     def half(name: str, products: str = "auto", how: str = "on") -> bool:
         (tmp_path / name).mkdir(exist_ok=True)
         run = Run(tmp_path / name, Recipe(how=HowConfig(compile=how, products=products)))
         return engine.choose(run, 64, "silu", 1e15, Lines()).half
 
-    rates = {torch.float32: 100.0, torch.bfloat16: 200.0}
-    monkeypatch.setattr(engine, "trial_flops_per_s", lambda dtype=torch.float32: rates[dtype])
+    told = ["x86_64flags\t\t: fpu avx512_bf16 avx512_vnni"]
+    monkeypatch.setattr(compiled, "_processor", lambda: told[0])
+    monkeypatch.setattr(kernels, "load", lambda: library)
     assert half("fast")
     assert not half("plain", how="off")
     assert not half("asked", "fp32")
-    rates[torch.bfloat16] = 120.0  # not enough faster
+    told[0] = "x86_64flags\t\t: fpu avx512f avx512_vnni"
     assert not half("slow")
     assert half("fast")  # as it began
     assert half("wanted", "bf16")

@@ -19,9 +19,6 @@ from edgeft.train.progress import Progress
 
 SAVED_SHARE = 0.4  # of the time of plain torch, by `scripts/ablate.py`
 COMPILE_S = 10.0  # on a slow board; 2 to 3 on a laptop
-HALF_PAYS = (
-    1.5  # bf16 is worth its coarser operands only where the processor has instructions for it: 2 to 4 times then
-)
 SLOWER = "training runs in plain torch, at about half the speed"
 
 
@@ -53,7 +50,7 @@ def _half(products: str, kernels: bool) -> bool:
         raise ConfigError("`how.products: bf16` needs edgeft's kernels", "--set how.compile=on, or how.products=fp32")
     if products != "auto" or not kernels:
         return products == "bf16"
-    return trial_flops_per_s(torch.bfloat16) > HALF_PAYS * trial_flops_per_s()
+    return compiled.multiplies_bf16()
 
 
 def _load(progress: Progress) -> Kernels:
@@ -85,9 +82,9 @@ def _wanted(run: Run, flops: float, progress: Progress) -> bool:
     return SAVED_SHARE * flops / trial_flops_per_s() > COMPILE_S
 
 
-def trial_flops_per_s(dtype: torch.dtype = torch.float32) -> float:
+def trial_flops_per_s() -> float:
     """Rate of a matrix product here; a few hundredths of a second."""
-    a = torch.randn(512, 512).to(dtype)
+    a = torch.randn(512, 512)
     best = float("inf")
     for _ in range(4):
         begin = time.perf_counter()
