@@ -115,8 +115,8 @@ def estimate(shape: Shape, scheme: Scheme, how: HowConfig, longest: int) -> dict
     trained = trained_parameters(shape, scheme)
     w, f = shape.width, shape.ffn
     kernels = how.compile == "on" or (how.compile == "auto" and compiled.is_built())
-    plain = scheme.method != "lora"  # adapters are called as PEFT wrote them, and keep what plain torch keeps
-    if kernels and plain:
+    lora = scheme.method == "lora"
+    if kernels:
         # float32 values kept per token and block: the stream before each norm and their outputs, q k v, the attention's
         # output, gate and up
         kept = 4 * w + shape.query * 2 + shape.key * 2 + 2 * f
@@ -127,11 +127,11 @@ def estimate(shape: Shape, scheme: Scheme, how: HowConfig, longest: int) -> dict
         # plain torch: q k v and the attention's output twice (before and after the heads are put together), gate, its
         # activation, up, and what down reads
         kept = 4 * w + shape.query * 3 + shape.key * 2 + 4 * f
-    if scheme.method == "lora":
-        kept += len(scheme.tensors) * (scheme.rank + w // 2)
+        if lora:  # every adapter keeps its input, and what is between its matrices
+            kept += len(scheme.tensors) * (scheme.rank + w // 2)
     activations = tokens * 4 * (top * w + 2 * kept if how.recompute else (top + 1) * kept)
     return {
-        "libraries": (LEAN_BYTES if kernels and plain and shape.lean else LIBRARIES_BYTES)
+        "libraries": (LEAN_BYTES if kernels and not lora and shape.lean else LIBRARIES_BYTES)
         + (HALF_BYTES if kernels and how.products == "bf16" else 0),
         "packed weights": shape.file_bytes,
         "trained weights": 4 * trained,

@@ -426,16 +426,16 @@ CUTS = [(10, " a"), (10, " the"), (9, " of"), (6, " was"), (4, "-"), (8, " has")
 
 
 @needs_model
-def test_rows_that_leave_the_held_prefix_at_different_places(file: LlamaFile) -> None:
+def test_rows_that_leave_the_held_prefix_at_different_places(exact: LlamaFile) -> None:
     """Two rows at a time: the third goes on from what the second left, and the fourth leaves that earlier."""
-    begin = file.tokenize("The old mill by the river still grinds corn on")
-    prompts = [begin[:cut] + file.tokenize(text, add_bos=False) for cut, text in CUTS]
+    begin = exact.tokenize("The old mill by the river still grinds corn on")
+    prompts = [begin[:cut] + exact.tokenize(text, add_bos=False) for cut, text in CUTS]
     prompts.sort()
     alone = []
     for prompt in prompts:
-        forget(file)
-        alone += file.generate([prompt], 4)
-    with LlamaFile(file.path, threads=1, parallel=2) as narrow:
+        forget(exact)
+        alone += exact.generate([prompt], 4)
+    with LlamaFile(exact.path, threads=1, parallel=2) as narrow:
         assert narrow.generate(prompts, 4) == alone
 
 
