@@ -165,9 +165,7 @@ def line_chart(
         xs = [x for line in lines for x, _ in line.points]
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=max(xs) > 5))
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(
-                FuncFormatter(lambda value, _: short(value) if abs(value) >= 0.01 else f"{value:g}")
-            )
+            axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         for line in lines:
             x, y = [p[0] for p in line.points], [p[1] for p in line.points]
             faint = line.style == "faint"
