@@ -114,7 +114,7 @@ class _Plot:
         text = re.sub(r'<g id="[^"]*"', "<g", text)
         own = re.sub(r"[^a-z]+", "-", self.title.lower())
         text = re.sub(r'(id="|href="#|url\(#)(\w+)', rf"\g<1>{own}-\g<2>", text)
-        text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)  # hundredths of a unit are enough
+        text = re.sub(r"(\d\.\d\d)\d+(?=[^<>]*>)", r"\1", text)  # in tags, hundredths of a unit are enough
         text = re.sub(r">\s+<", "><", text)
         head = (
             f'<svg viewBox="0 0 {WIDTH} {self.height:g}" role="img" preserveAspectRatio="xMidYMid meet">'
