@@ -29,7 +29,7 @@ def needs(run: Run, shape: Shape, scheme: Scheme, source: str) -> list[Need]:
     found: list[Need] = []
     if not run.tokens.is_file():
         rows = Path(run.recipe.data.path) if run.recipe.data.path else None
-        if rows is not None and rows.is_file():  # of a folder, nobody knows yet which files are rows
+        if rows is not None and os.path.isfile(rows):  # of a folder, nobody knows yet which files are rows
             found.append((run.path, "tokens", 2 * _size(rows)))  # ids, and the rows' own text
     if not run.done.is_file():
         each = trained * (4 + (2 if how.optimizer_state == "8bit" else 8))  # weights and AdamW's two moments
