@@ -44,6 +44,12 @@ def trunks() -> Path | None:
     return found / "trunk" if found else None
 
 
+def searches() -> Path | None:
+    """Contributions that `edgeft search` has found."""
+    found = folder()
+    return found / "search" if found else None
+
+
 # ---------------------------------------------------------------- one entry
 
 

@@ -158,13 +158,16 @@ def _resolve(
     data: str | None,
     sets: list[str] | None,
     resume: Path | None,
+    base: config.Recipe | None = None,
 ) -> tuple[config.Recipe, config.Device]:
-    """Recipe, then the device's how, then the options; a resumed run starts from what it was made with."""
+    """Recipe, then the device's how, then the options; a resumed run starts from what it was made with, its base."""
     profile = config.load_device(device or "auto")
     if resume is not None and (resume / "recipe.yaml").is_file():
         from edgeft.run import Run
 
-        chosen = Run.open(resume).recipe
+        base = Run.open(resume).recipe
+    if base is not None:
+        chosen = base
         if recipe is not None:
             wanted = config.load_recipe(recipe)
             for part in ("update", "train"):
@@ -185,6 +188,73 @@ def _resolve(
     if chosen.data.heldout and config.exists(chosen.data.heldout):
         chosen.data.heldout = str(config.place(chosen.data.heldout).resolve())
     return chosen, profile
+
+
+# ---------------------------------------------------------------- search
+
+
+@command("search")
+def find_scheme(
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", "-r", help="What to train like: rows, epochs, rates. [default: sparse-bp]")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device profile or YAML file. [default: auto, this machine]")
+    ] = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The recipe to write.")] = Path("my-recipe.yaml"),
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for training: 1GiB. [default: the device's budget]")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time for training: 30min. [default: no limit]")
+    ] = None,
+    measure: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Time for trials of single tensors. [default: a tenth of --time, or 3min]"),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of sample and evolution. [default: 0]")] = None,
+    sets: SetOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the search that -o names.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Compute contributions anew, also where they are kept.")
+    ] = False,
+    no_network: OfflineOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find what to update: which blocks, tensors and channels bring the most on these rows, within memory and time."""
+    from edgeft import pipeline, search
+    from edgeft.report.heat import write_heat
+
+    files = search.Files(output)
+    before = files.start(resume)
+    choice, profile = _resolve(recipe, device, model, data, sets, None, base=before.recipe if before else None)
+    budget = search.Budget.read(memory, time, measure, profile.budget_bytes, before.budget if before else None)
+    number = seed if seed is not None else before.seed if before else 0
+    source = pipeline.model_source(choice.model.path)
+    offline.go_if(no_network, source, choice.data.path, choice.data.heldout)
+    pipeline.check_model(source, choice.model.frozen)
+    screen = Screen(err if as_json else out)
+    with screen:
+        screen.line(f"search · recipe {choice.name} · model {Path(source).name}")
+        _, train, heldout, _ = pipeline.encode(choice)
+        files.note(choice, budget, number)
+        found = search.find(choice, train, heldout, budget, number, screen, again)
+    files.finish(choice, found)
+    write_heat(found, files.picture)
+    found["files"] = {"recipe": str(files.recipe), "picture": str(files.picture), "numbers": str(files.numbers)}
+    if as_json:
+        _print_json(found)
+        return
+    from edgeft.screen import print_search
+
+    print_search(out, found)
+    out.print(
+        f"wrote {files.recipe} and {files.picture}\ntrain with it:  {search.command(choice, files.recipe)}",
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 # ---------------------------------------------------------------- eval

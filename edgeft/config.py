@@ -81,7 +81,11 @@ class UpdateConfig:
     method: str = knob(
         "sparse", "sparse: the chosen tensors themselves; lora: PEFT adapters on them", choices=("sparse", "lora")
     )
-    blocks: Any = knob("10%-67%", "6 = top six; '11-19'; [3, 7]; '10%-67%' of the depth; 'all'")
+    blocks: Any = knob(
+        "10%-67%",
+        "6 = top six; '11-19'; [3, 7]; '10%-67%' of the depth; 'all'; 'auto': blocks, tensors and channels are found by "
+        "a backward pass over some rows before training, and cost no more than '10%-67%' would",
+    )
     tensors: list[str] = knob(list(TENSORS), "linear tensors of these blocks", choices=TENSORS)
     channels: float = knob(
         1.0, "share of each weight's input channels that is trained; no gradient of the others", choices=CHANNELS
@@ -104,6 +108,11 @@ class UpdateConfig:
     weights: bool = knob(True, "train the weights of the chosen tensors (false: only biases and norms)")
     rank: int = knob(16, "LoRA rank", low=1, high=1024)
     alpha: float = knob(32.0, "LoRA scale: alpha / rank", low=0.0)
+
+    @property
+    def unknown(self) -> bool:
+        """What is trained has still to be found."""
+        return bool(self.blocks == "auto") and not self.parts
 
 
 @dataclass
@@ -570,6 +579,12 @@ _Dumper.add_representer(str, _quote)
 
 def dump(recipe: Recipe) -> str:
     return yaml.dump(dataclasses.asdict(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def scalar(value: Any) -> str:
+    """One value as it stands in a recipe file."""
+    text = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, default_flow_style=True, width=10000)
+    return text.removesuffix("...\n").strip()
 
 
 def what(recipe: Recipe) -> dict[str, Any]:

@@ -81,16 +81,13 @@ def use_threads(asked: int) -> int:
 # ---------------------------------------------------------------- prepare
 
 
-def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]:
-    """Training and held-out rows as tokens."""
-    if run.tokens.is_file():
-        return data_tokens.load(run.tokens)
+def encode(recipe: Recipe) -> tuple[data_rows.Dataset, list[Encoded], list[Encoded], data_tokens.Dropped]:
+    """(rows as they are in their files, training rows as tokens, held-out rows, what was dropped)."""
     from edgeft.model.tokenizer import open_tokenizer
 
-    config = run.recipe.data
-    started = time.monotonic()
+    config = recipe.data
     dataset = data_rows.load(config)
-    tokenizer = open_tokenizer(model_source(run.recipe.model.path))
+    tokenizer = open_tokenizer(model_source(recipe.model.path))
     train, dropped = data_tokens.encode_rows(dataset.train, tokenizer, config.max_tokens, config.system)
     heldout, lost = data_tokens.encode_rows(
         dataset.heldout[: config.heldout_rows], tokenizer, config.max_tokens, config.system
@@ -98,12 +95,21 @@ def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]
     if not train:
         reason = dropped[0][1] if dropped else "there are none"
         raise DataError(f"no row can be trained on: {reason}", "raise data.max_tokens, or look with `edgeft data FILE`")
+    return dataset, train, heldout, dropped + lost
+
+
+def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]:
+    """Training and held-out rows as tokens."""
+    if run.tokens.is_file():
+        return data_tokens.load(run.tokens)
+    started = time.monotonic()
+    dataset, train, heldout, dropped = encode(run.recipe)
     data_tokens.save(run.tokens, train, heldout)
     counts = {
         "train_rows": len(train),
         "heldout_rows": len(heldout),
         "train_tokens": int(sum(len(r.ids) for r in train)),
-        "dropped": len(dropped) + len(lost),
+        "dropped": len(dropped),
         "skipped": len(dataset.skipped),
         "cut": sum(1 for r in train + heldout if r.cut_tokens),
     }
@@ -120,10 +126,9 @@ def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]
 # ---------------------------------------------------------------- train
 
 
-def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, dict[str, Any]]:
-    """The model with the recipe's scheme in it, untrained: (stack, scheme, trained parameters by name)."""
+def load_stack(recipe: Recipe, engine: Engine | None = None) -> Stack:
+    """The model, all of it frozen."""
     from edgeft.model.stack import load
-    from edgeft.sparse import scheme
 
     use_threads(recipe.how.threads)
     kernels = engine.kernels if engine else None
@@ -132,6 +137,14 @@ def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, 
     if engine:
         stack.kernels = stack.head.kernels = kernels
         stack.half = engine.half
+    return stack
+
+
+def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, dict[str, Any]]:
+    """The model with the recipe's scheme in it, untrained: (stack, scheme, trained parameters by name)."""
+    from edgeft.sparse import scheme
+
+    stack = load_stack(recipe, engine)
     chosen = scheme.make(recipe.update, stack.depth, stack.arch)
     return stack, chosen, scheme.apply(stack, chosen, recipe.train.seed)
 
@@ -168,12 +181,14 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
         prepare(run, progress)
     if run.read_json(run.done) is not None:
         return
-    from edgeft import disk, plan
+    from edgeft import disk, plan, search
     from edgeft.cache import model_id
     from edgeft.sparse import scheme as schemes
     from edgeft.train import trunk
     from edgeft.train.loop import Trainer
 
+    if run.recipe.update.unknown:
+        search.settle(run, budget_bytes, progress)
     rows, heldout = data_tokens.load(run.tokens, texts=False)
     source = model_source(run.recipe.model.path)
     shape = plan.shape_of(source, run.recipe.model.frozen)
@@ -311,6 +326,10 @@ def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> 
         check_scheme(run.recipe, source)
         check_disk(run, source)
         prepare(run, progress)
+    elif name == "search":
+        from edgeft import search
+
+        search.settle(run, budget_bytes, progress)
     elif name == "train":
         train(run, progress, budget_bytes)
     elif name == "export":

@@ -161,7 +161,10 @@ class Run:
         if run.recipe_file.exists():
             if not resume:
                 raise RunError(f"{path} holds a run already", "go on with --resume, or name another folder with --out")
-            before, now = config.what(Run.open(path).recipe), config.what(recipe)
+            earlier = Run.open(path).recipe
+            if recipe.update.unknown and earlier.update.blocks == "auto":
+                recipe.update.parts = earlier.update.parts  # what the run has found out
+            before, now = config.what(earlier), config.what(recipe)
             changed = [
                 f"{part}.{key} {before[part].get(key)!r} → {value!r}"
                 for part in now
@@ -183,9 +186,12 @@ class Run:
         run.lock()
         for folder in (path, run.checkpoints, run.trunk):
             sweep(folder, locked=True)
-        with replacing(run.recipe_file) as file:
-            file.write(config.dump(recipe).encode())
+        run.save_recipe()
         return run
+
+    def save_recipe(self) -> None:
+        with replacing(self.recipe_file) as file:
+            file.write(config.dump(self.recipe).encode())
 
     def lock(self) -> None:
         """Held until this process ends, however it ends."""

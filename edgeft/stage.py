@@ -49,6 +49,8 @@ def finetune(run: Run, until: str, budget_bytes: int = 0, to_stderr: bool = Fals
         for name in STAGES[: STAGES.index(until) + 1]:
             if complete(run, name):
                 continue
+            if name == "train" and run.recipe.update.unknown:
+                peaks["search"] = children.do("search")  # what it found stands in the run's recipe
             try:
                 peaks[name] = children.do(name)
             except EdgeftError:

@@ -39,15 +39,18 @@ class Problem:
         return len(self.gain)
 
     def first_cuts(self) -> Ints:
-        """(ways,) the lowest cut from which on there is room for anything; `depth` where there is none."""
-        room = (self.fixed <= self.budget).all(-1)
+        """(ways,) the lowest cut from which on something can be trained; `depth` where there is none."""
+        room = (self._least() <= self.budget).all(-1).any((2, 3))  # (ways, depth) for a tensor of the cut's own block
         below = np.cumprod(room[:, ::-1], 1).sum(1)  # blocks from the top down that have room
         return self.depth - below
 
+    def _least(self) -> Floats:
+        """(ways, depth, tensors, 1, 2) what a single tensor costs, at the smallest share."""
+        return self.fixed[:, :, None, None] + self.cost[:, :, :, 1:2]
+
     def smallest(self) -> Floats:
         """(2,) the least bytes and the least seconds with which anything can be trained."""
-        tensors = self.fixed[:, :, None, None] + self.cost[:, :, :, 1:]
-        least: Floats = tensors.reshape(-1, 2).min(0)
+        least: Floats = self._least().reshape(-1, 2).min(0)
         return least
 
 
@@ -116,9 +119,7 @@ def found(problem: Problem, schemes: Schemes, row: int, evaluations: int) -> Fou
     one = schemes.take(np.array([row]))
     gains, costs = score(problem, one)
     level, biased = one.expressed()
-    return Found(
-        level[0], int(biased[0].sum()), int(one.way[0]), float(gains[0]), *map(float, costs[0]), evaluations
-    )
+    return Found(level[0], int(biased[0].sum()), int(one.way[0]), float(gains[0]), *map(float, costs[0]), evaluations)
 
 
 # ---------------------------------------------------------------- schemes at random, and within the budget
@@ -197,10 +198,9 @@ def refill(problem: Problem, schemes: Schemes, random: np.random.Generator) -> S
 
 def greedy(problem: Problem) -> Schemes:
     """For every way and cut: one place of one gene after the other, the most gain for its cost first; the best."""
-    depth, tensors = problem.gain.shape[:2]
     best: tuple[float, Schemes] | None = None
     for way, first in enumerate(problem.first_cuts()):
-        for cut in range(first, depth):
+        for cut in range(first, problem.depth):
             left = problem.budget - problem.fixed[way, cut]
             level, biased = _fill(problem, way, cut, left)
             one = Schemes(level[None], np.array([biased]), np.array([cut]), np.array([way]))
@@ -315,4 +315,3 @@ def _mutated(problem: Problem, schemes: Schemes, random: np.random.Generator) ->
     biased = schemes.biased + (random.random(count) < 0.2) * random.integers(-4, 4, count, endpoint=True)
     way = np.where(random.random(count) < 0.1, random.integers(0, len(problem.fixed), count), schemes.way)
     return Schemes(np.clip(level, 0, TOP), np.clip(biased, 0, depth), cut, way)
-

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from edgeft.model.stack import Stack
 
-BLOCKS_HINT = "`6` is the top six, `11-19` a range, `[3, 7]` single ones, `37%-67%` a share of the depth, or `all`"
+BLOCKS_HINT = (
+    "`6` is the top six, `11-19` a range, `[3, 7]` single ones, `37%-67%` a share of the depth, `all` or `auto`"
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def parse_blocks(spec: Any, depth: int) -> tuple[int, ...]:
     """Block numbers, from any of the ways to write them."""
     if isinstance(spec, bool) or spec is None:
         raise ConfigError(f"`update.blocks` cannot be {spec!r}", BLOCKS_HINT)
+    if spec == "auto":  # not found yet: what they will cost is at most what these do
+        spec = UpdateConfig().blocks
     if isinstance(spec, (list, tuple)):
         chosen = {number for item in spec for number in _one(item, depth, single=True)}
     else:

@@ -1,0 +1,607 @@
+"""`edgeft search`: what to update, found from the user's own rows, for a budget of memory and time.
+
+Contributions do not depend on the budget and are kept in the user's cache folder: a second search is quick, and one that
+was killed goes on from what it has measured. The same call gives the same recipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeft import cache, config, plan
+from edgeft.config import TENSORS, PartConfig, Recipe, UpdateConfig
+from edgeft.costs import Job
+from edgeft.data import tokens as data_tokens
+from edgeft.data.tokens import Encoded
+from edgeft.errors import ConfigError, DoesNotFitError, RunError
+from edgeft.model import is_gguf
+from edgeft.model.gguf import GGUF
+from edgeft.model.header import BIASES
+from edgeft.report.words import duration, size
+from edgeft.run import Run, model_source, read_json, replacing, write_json
+from edgeft.sparse import evolve
+from edgeft.sparse import scheme as schemes
+from edgeft.sparse.evolve import SHARES, Found, Problem
+from edgeft.sparse.scheme import Scheme
+from edgeft.train.progress import Progress
+from edgeft.train.schedule import Schedule
+from edgeft.units import parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from edgeft.sparse.contribution import Calibration, FirstOrder, Sample
+
+FORMAT = 1  # of what is kept in the cache
+USED_RATE = 0.6  # of the measured rate of matrix products that whole steps reach: norms, attention, unpacking take time
+MEASURE_S = 180.0  # for trials, where nothing is said
+TRIES = 8  # times that a budget is tightened because parts cost more together than one by one
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Budget:
+    memory_bytes: float
+    time_s: float = math.inf  # of training
+    measure_s: float = 0.0  # of trials; 0: first order alone
+
+    @staticmethod
+    def read(
+        memory: str | None, time: str | None, measure: str | None, device_bytes: int, before: Budget | None
+    ) -> Budget:
+        """As people write it; what is left out is as before, or as the device has it."""
+        found = before or Budget(float(device_bytes), measure_s=MEASURE_S)
+        if memory is not None:
+            found = dataclasses.replace(found, memory_bytes=float(parse_bytes(memory, "--memory")))
+        if time is not None:
+            limit = parse_seconds(time, "--time")
+            found = dataclasses.replace(found, time_s=limit, measure_s=limit / 10)
+        if measure is not None:
+            found = dataclasses.replace(found, measure_s=parse_seconds(measure, "--measure"))
+        return found
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an earlier call asked for."""
+
+    recipe: Recipe
+    budget: Budget
+    seed: int
+
+
+class Files:
+    """The recipe, and beside it the picture and all numbers."""
+
+    def __init__(self, recipe: Path) -> None:
+        self.recipe = recipe
+        self.picture, self.numbers = (recipe.with_suffix(f".search.{kind}") for kind in ("png", "json"))
+
+    def start(self, resume: bool) -> Asked | None:
+        """What is to go on; RunError where there is nothing, or something that would be overwritten."""
+        if self.recipe.suffix not in (".yaml", ".yml"):
+            raise ConfigError(f"`-o {self.recipe}` is no name for a recipe", "for example `-o my-recipe.yaml`")
+        if not resume:
+            if self.recipe.exists():
+                raise RunError(f"{self.recipe} is there already", "name another file with -o")
+            return None
+        asked = (read_json(self.numbers) or {}).get("asked")
+        if not isinstance(asked, dict):
+            raise RunError(f"there is no search to go on with in {self.numbers}", "leave out --resume to start one")
+        budget = {key: math.inf if value is None else value for key, value in asked["budget"].items()}
+        return Asked(config.build(Recipe, asked["recipe"]), Budget(**budget), int(asked["seed"]))
+
+    def note(self, recipe: Recipe, budget: Budget, seed: int) -> None:
+        """For --resume."""
+        limits = {key: _finite(value) for key, value in dataclasses.asdict(budget).items()}
+        self._asked = {"recipe": dataclasses.asdict(recipe), "budget": limits, "seed": seed}
+        write_json(self.numbers, {"asked": self._asked})
+
+    def finish(self, recipe: Recipe, found: dict[str, Any]) -> None:
+        write_json(self.numbers, {"asked": self._asked, **found})
+        data = Path(recipe.data.path).name if recipe.data.path else "the embedded handbook"
+        with replacing(self.recipe) as file:
+            file.write(recipe_text(recipe, found, data).encode())
+
+
+def command(recipe: Recipe, file: Path) -> str:
+    """How to train with what was found."""
+    words = ["edgeft finetune --recipe", shlex.quote(str(file))]
+    words += ["--model", shlex.quote(recipe.model.path)] if recipe.model.path else []
+    words += ["--data", shlex.quote(recipe.data.path)] if recipe.data.path else []
+    return " ".join(words)
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def find(
+    recipe: Recipe,
+    train: Sequence[Encoded],
+    heldout: Sequence[Encoded],
+    budget: Budget,
+    seed: int,
+    progress: Progress,
+    again: bool = False,
+    like: UpdateConfig | None = None,
+) -> dict[str, Any]:
+    """What was found, as numbers and names alone.
+
+    again: contributions that are kept do not count. like: it may cost no more than this would, either.
+    """
+    from edgeft.sparse import contribution
+
+    if recipe.update.method != "sparse":
+        raise ConfigError(
+            f"a search finds what `update.method: sparse` trains, and this recipe says `{recipe.update.method}`",
+            "search from `--recipe sparse-bp`",
+        )
+    recipe = dataclasses.replace(recipe, how=dataclasses.replace(recipe.how))
+    source = model_source(recipe.model.path)
+    shape, arch = plan.shape_of(source, recipe.model.frozen), _arch(source)
+    sample = contribution.draw(train, heldout, seed)
+    with _entry(_key(recipe, source, sample), progress) as entry:
+        if again:
+            entry.note_file.unlink(missing_ok=True)
+        worker = _Worker(recipe, source, shape, sample, entry, progress)
+        job = Job(recipe, shape, arch, train, heldout, worker.rate)
+        nothing = np.zeros((shape.depth, len(TENSORS), len(SHARES)))
+        limits = np.array([budget.memory_bytes, budget.time_s])
+        if like is not None:
+            limits = np.minimum(limits, job.cost(schemes.make(like, shape.depth, arch), recipe.how))
+            budget = dataclasses.replace(budget, memory_bytes=float(limits[0]), time_s=float(limits[1]))
+        problem = job.problem(nothing, nothing[:, 0, 0], limits)
+        _refuse(problem, budget)
+        first = worker.first_order()
+        trials = worker.measure(first, arch, budget.measure_s)
+        worker.done()
+    lr = Schedule(len(train), recipe.train, shape.width).peak
+    calibration, correlation = _judge(first, trials, lr, recipe.update.choose)
+    gain, small = _values(first, trials, calibration, lr, recipe.update.choose)
+    problem = dataclasses.replace(problem, gain=gain, small_gain=small)
+    found, compared = _evolve(problem, job, arch, seed, compare=like is None)
+    how = job.ways()[found.way]
+    update = dataclasses.replace(recipe.update, method="sparse", parts=parts(found.level, found.biased, arch))
+    chosen = schemes.make(update, shape.depth, arch)
+    need = job.cost(chosen, how)
+    every = float(gain[:, :, -1].sum() + small.sum())
+    return {
+        "model": Path(source).name,
+        "sample": {
+            "rows": sum(map(len, sample.parts)),
+            "tokens": sample.tokens(sample.parts),
+            "heldout_rows": sum(map(len, sample.heldout)),
+        },
+        "budget": {name: _finite(value) for name, value in dataclasses.asdict(budget).items()},
+        "first_order": (lr * first.weights[contribution.ORDERS.index(recipe.update.choose), :, :, -1]).tolist(),
+        "first_order_biases": (lr * (first.biases.sum(1) + first.norms)).tolist(),
+        "measured": trials,
+        "rank_correlation": _finite(correlation),
+        "calibration": dataclasses.asdict(calibration),
+        "contribution": gain[:, :, -1].tolist(),
+        "contribution_biases": small.tolist(),
+        "shares": [[SHARES[place] for place in row] for row in found.level],
+        "biased_blocks": found.biased,
+        "cut": chosen.cut,
+        "trained_parameters": plan.trained_parameters(shape, chosen),
+        "how": {"micro_batch_tokens": how.micro_batch_tokens, "recompute": how.recompute},
+        "parts": [dataclasses.asdict(part) for part in update.parts],
+        "gain": found.gain,
+        "gain_share": found.gain / every if every else 0.0,
+        "all_gain": every,
+        "peak_bytes": int(need[0]),
+        "seconds": float(need[1]),
+        "compared": compared,
+        "seed": seed,
+    }
+
+
+def _arch(source: str) -> str:
+    if is_gguf(source):
+        return GGUF.open(source).arch
+    from edgeft.model.hf import read_config, resolve
+
+    return str(read_config(resolve(source)).model_type)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _refuse(problem: Problem, budget: Budget) -> None:
+    """DoesNotFitError where not even a share of one tensor can be trained."""
+    if (problem.first_cuts() < problem.depth).any():
+        return
+    least_bytes, least_s = problem.smallest()
+    if least_bytes > budget.memory_bytes:
+        raise DoesNotFitError(
+            f"the least that can be trained needs {size(least_bytes)}, and {size(budget.memory_bytes)} are allowed",
+            f"--memory {math.ceil(least_bytes / 2**20)}MiB, shorter rows (--set data.max_tokens=…) or a smaller model",
+        )
+    raise DoesNotFitError(
+        f"the least that can be trained takes {duration(least_s)}, and {duration(budget.time_s)} are allowed"
+        + ("" if least_s > budget.time_s else f" at {size(budget.memory_bytes)}"),
+        f"--time {math.ceil(1.2 * least_s)}s, fewer epochs (--set train.epochs=…) or fewer rows (--set data.rows=…)",
+    )
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def _key(recipe: Recipe, source: str, sample: Sample) -> str:
+    """Changes when anything changes that contributions depend on."""
+    t = recipe.train
+    rates = (t.lr, t.lr_width, t.beta1, t.beta2, t.weight_decay, t.clip)
+    parts = (FORMAT, cache.model_id(source), recipe.model.frozen, rates, sample.digest())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@contextmanager
+def _entry(key: str, progress: Progress) -> Iterator[cache.Entry]:
+    """A folder of the cache, for this process alone; where there is no cache, one that is gone afterwards."""
+    root = cache.searches()
+    with ExitStack() as undo:
+        if root is None:
+            root = Path(undo.enter_context(TemporaryDirectory()))
+        with cache.changing(root):
+            entry = cache.Entry(root / key[:32])
+        undo.callback(entry.close)
+        entry.acquire(
+            lambda: False, lambda: False, lambda: progress.line("another process searches on the same rows; waiting")
+        )
+        yield entry
+
+
+# ---------------------------------------------------------------- contributions
+
+
+class _Worker:
+    """Computes contributions, or takes them from the cache; the model is loaded only when something is missing."""
+
+    def __init__(
+        self, recipe: Recipe, source: str, shape: plan.Shape, sample: Sample, entry: cache.Entry, progress: Progress
+    ) -> None:
+        from edgeft import doctor, pipeline
+        from edgeft.sparse.contribution import Inputs
+        from edgeft.train import engine
+
+        self.recipe, self.source, self.shape, self.sample = recipe, source, shape, sample
+        self.entry, self.progress = entry, progress
+        threads = pipeline.use_threads(recipe.how.threads)
+        tokens = sample.tokens(sample.every())
+        flops = 8.0 * shape.depth * shape.block_parameters * tokens  # forward, again, and two products back
+        self.engine = engine.choose(Run(entry.path, recipe), shape.head, shape.gate, flops, progress)
+        recipe.how.compile = "on" if self.engine.kernels else "off"  # the plan depends on it
+        recipe.how.products = "bf16" if self.engine.half else "fp32"
+        rates = doctor.gemm_rates(threads=threads)
+        self.rate = 1e9 * USED_RATE * rates["bf16" if self.engine.half else "fp32"]
+        self.inputs = Inputs(entry.path, sample, shape.depth, shape.width)
+        self._stack: Any = None
+
+    def stack(self) -> Any:
+        """The model, with what every block sees of the sample in files."""
+        if self._stack is None:
+            from edgeft import pipeline
+            from edgeft.model.block import padded
+            from edgeft.model.pool import pool
+
+            self._stack = pipeline.load_stack(self.recipe, self.engine)
+            pool.resize(padded(max(len(self.sample.forest.nodes(part)) for part in self.sample.every())))
+            self.progress.stage("forward", len(self.sample.every()))
+            self.inputs.fill(self._stack, self.sample, lambda: self.progress.advance(1))
+            self.progress.end()
+        return self._stack
+
+    def _remember(self, **values: Any) -> None:
+        self.entry.write_note({**self.entry.note, "model": Path(self.source).name, **values})
+
+    def first_order(self) -> FirstOrder:
+        from edgeft.sparse.contribution import FirstOrder, first_order
+
+        kept = self.entry.note.get("first_order")
+        if kept is not None:
+            self.progress.line("first-order contributions taken from an earlier search on the same rows")
+            return FirstOrder.from_json(kept)
+        begin, stack = time.monotonic(), self.stack()
+        self.progress.stage("first order", stack.depth)
+        found = first_order(stack, self.sample, self.inputs, lambda: self.progress.advance(1))
+        self.progress.end()
+        self._remember(first_order=found.to_json())
+        self.progress.line(
+            f"first order: {sum(map(len, self.sample.parts))} rows, {self.sample.tokens(self.sample.parts)} tokens, "
+            f"in {duration(time.monotonic() - begin)}"
+        )
+        return found
+
+    def measure(self, first: FirstOrder, arch: str, budget_s: float) -> list[dict[str, Any]]:
+        """As many candidates as the budget has time for, by plan: the same call measures the same ones."""
+        from edgeft.train.trial import Trials, trial_flops
+
+        wanted, planned_s = [], 0.0
+        for candidate in candidates(first, self.recipe.update.choose, arch):
+            planned_s += trial_flops(self.sample, self.shape, candidate.scheme(arch, self.shape.depth)) / self.rate
+            if planned_s > budget_s:
+                break
+            wanted.append(candidate)
+        kept: dict[str, float] = self.entry.note.get("measured", {})
+        missing = [candidate for candidate in wanted if candidate.name not in kept]
+        if missing:
+            lr = Schedule(1, self.recipe.train, self.shape.width).peak
+            trials = Trials(self.stack(), self.sample, self.inputs, self.recipe.train, self.recipe.how, lr)
+            base = trials.heldout_loss(self.shape.depth - 1)
+            self.progress.stage("measure", len(wanted))
+            self.progress.advance(len(wanted) - len(missing))
+            for candidate in missing:
+                gain = trials.gain(candidate.scheme(arch, self.shape.depth), base)
+                kept = {**kept, candidate.name: gain}
+                self._remember(measured=kept)
+                self.progress.advance(1, f"{candidate.name} {gain:+.4f}")
+            self.progress.end()
+        return [{**dataclasses.asdict(c), "name": c.name, "gain": kept[c.name]} for c in wanted]
+
+    def done(self) -> None:
+        """What is large and made from the user's rows goes; numbers stay."""
+        self.inputs.drop()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is tuned alone: one tensor of a block, or the biases and norms of the last blocks."""
+
+    block: int | None = None
+    tensor: str | None = None
+    biased_blocks: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.block}.{self.tensor}" if self.tensor else f"biases of the last {self.biased_blocks}"
+
+    def scheme(self, arch: str, depth: int) -> Scheme:
+        if self.tensor is not None and self.block is not None:
+            return Scheme("sparse", {(self.block, self.tensor): 1.0})
+        blocks = range(depth - self.biased_blocks, depth)
+        return Scheme("sparse", {}, frozenset((b, t) for b in blocks for t in BIASES[arch]), frozenset(blocks))
+
+
+def candidates(first: FirstOrder, choose: str, arch: str) -> list[Candidate]:
+    """In the order in which they are measured: the best that are left, and in between others from all over the ranks."""
+    from edgeft.sparse.contribution import ORDERS
+
+    whole = first.weights[ORDERS.index(choose), :, :, -1]
+    ranked = [divmod(int(place), len(TENSORS)) for place in np.argsort(-whole, axis=None, kind="stable")]
+    spread = [ranked[round(share * (len(ranked) - 1))] for share in _halving(len(ranked))]
+    depth = len(whole)
+    found: list[Candidate] = []
+    for place, pair in enumerate(pair for both in zip(spread, ranked, strict=True) for pair in both):
+        if place in (4, 12):
+            found.append(Candidate(biased_blocks=-(-depth // (2 if place == 4 else 1))))
+        found.append(Candidate(pair[0], TENSORS[pair[1]]))
+    return list(dict.fromkeys(found))
+
+
+def _halving(count: int) -> list[float]:
+    """1, 1/2, 1/4, 3/4, 1/8, … : places that fill the range evenly, however many are used."""
+    found, parts = [1.0], 2
+    while len(found) < count:
+        found += [odd / parts for odd in range(1, parts, 2)]
+        parts *= 2
+    return found[:count]
+
+
+def _first_of(trial: dict[str, Any], first: FirstOrder, lr: float, choose: str) -> float:
+    """What the first order says of a candidate."""
+    from edgeft.sparse.contribution import ORDERS
+
+    if trial["tensor"] is None:
+        last = slice(-trial["biased_blocks"], None)
+        return lr * float(first.biases[last].sum() + first.norms[last].sum())
+    return lr * float(first.weights[ORDERS.index(choose), trial["block"], TENSORS.index(trial["tensor"]), -1])
+
+
+def _judge(first: FirstOrder, trials: list[dict[str, Any]], lr: float, choose: str) -> tuple[Calibration, float]:
+    """(how first order and measured gains go together, their rank correlation); of tensors."""
+    from edgeft.sparse.contribution import calibrate, rank_correlation
+
+    for trial in trials:
+        trial["first_order"] = _first_of(trial, first, lr, choose)
+    tensors = [(trial["first_order"], trial["gain"]) for trial in trials if trial["tensor"] is not None]
+    expected, measured = [f for f, _ in tensors], [m for _, m in tensors]
+    return calibrate(expected, measured), rank_correlation(expected, measured)
+
+
+def _values(
+    first: FirstOrder, trials: list[dict[str, Any]], calibration: Calibration, lr: float, choose: str
+) -> tuple[Floats, Floats]:
+    """(gain (depth, tensors, shares), gain of biases and norms (depth,)): measured where it was, else calibrated."""
+    from edgeft.sparse.contribution import ORDERS
+
+    weights = calibration(lr * first.weights[ORDERS.index(choose)])
+    small = lr * (first.biases.sum(1) + first.norms)
+    ratios = []
+    for trial in trials:
+        if trial["tensor"] is None:
+            ratios.append(max(0.0, trial["gain"]) / max(trial["first_order"], 1e-12))
+            continue
+        row = weights[trial["block"], TENSORS.index(trial["tensor"])]
+        if row[-1] > 0:
+            row *= max(0.0, trial["gain"]) / row[-1]
+    small = small * float(np.mean(ratios)) if ratios else calibration(small)
+    return np.concatenate([np.zeros((*weights.shape[:2], 1)), weights], axis=2), small
+
+
+# ---------------------------------------------------------------- the scheme
+
+
+def _evolve(problem: Problem, job: Job, arch: str, seed: int, compare: bool) -> tuple[Found, dict[str, Any]]:
+    """(the best scheme that keeps the budgets by the plan of the whole, what other ways to search came to)."""
+    budget = problem.budget
+    for _ in range(TRIES):
+        start = evolve.greedy(problem)
+        best = evolve.evolve(problem, seed, start)
+        over = job.cost(_scheme(job, best, arch), job.ways()[best.way]) / budget
+        if (over <= 1).all():
+            break
+        problem = dataclasses.replace(problem, budget=problem.budget / np.maximum(over, 1) * 0.998)
+    else:
+        raise DoesNotFitError("nothing was found that keeps the budgets", "allow some more memory or time")
+    last, last_gain = _last_blocks(problem)
+    compared = {
+        "evaluations": best.evaluations,
+        "evolution": best.gain,
+        "greedy": float(evolve.score(problem, start)[0][0]),
+        "last_blocks": last,
+        "last_blocks_gain": last_gain,
+        "history": best.history,
+    }
+    if compare:
+        compared["evolution_alone"] = evolve.evolve(problem, seed).gain  # without greedy's answer to begin with
+        compared["random"] = evolve.random_search(problem, best.evaluations, seed).gain
+    return best, compared
+
+
+def _scheme(job: Job, found: Found, arch: str) -> Scheme:
+    update = UpdateConfig(parts=parts(found.level, found.biased, arch))
+    return schemes.make(update, job.shape.depth, arch)
+
+
+def _last_blocks(problem: Problem) -> tuple[int, float]:
+    """(how many of the last blocks could be trained whole within the budgets, what that would bring)."""
+    depth, tensors = problem.gain.shape[:2]
+    ways = np.arange(len(problem.fixed))
+    for count in range(depth, 0, -1):
+        level = np.zeros((len(ways), depth, tensors), np.int64)
+        level[:, depth - count :] = evolve.TOP
+        nothing, cut = np.zeros(len(ways), np.int64), np.full(len(ways), depth - count)
+        gains, costs = evolve.score(problem, evolve.Schemes(level, nothing, cut, ways))
+        if (costs <= problem.budget).all(1).any():
+            return count, float(gains[0])
+    return 0, 0.0
+
+
+def parts(level: npt.NDArray[np.int64], biased: int, arch: str) -> list[PartConfig]:
+    """A scheme as few entries of `update.parts`: tensors with the same blocks and share stand together."""
+    depth = len(level)
+    found: list[PartConfig] = []
+    if biased:  # first, since a later entry counts where two name the same tensor
+        able = list(BIASES[arch])
+        found.append(PartConfig(ranges(range(depth - biased, depth)), able, 0.0, bool(able), True))
+    groups: dict[tuple[int, bool, tuple[int, ...]], list[str]] = {}
+    for column, tensor in enumerate(TENSORS):
+        for place in range(1, len(SHARES)):
+            blocks = np.flatnonzero(level[:, column] == place)
+            for bias in (False, True):
+                inside = (blocks >= depth - biased) & (tensor in BIASES[arch])
+                some = tuple(int(block) for block in blocks[inside == bias])
+                if some:
+                    groups.setdefault((place, bias, some), []).append(tensor)
+    for (place, bias, blocks), tensors in sorted(groups.items(), key=lambda item: (item[0][2], -item[0][0])):
+        found.append(PartConfig(ranges(blocks), tensors, SHARES[place], bias, False))
+    return found
+
+
+def ranges(blocks: Sequence[int]) -> list[Any]:
+    """[3, 4, 5, 9] → ["3-5", 9]."""
+    found: list[Any] = []
+    start = previous = None
+    for block in [*blocks, None]:
+        if start is not None and previous is not None and block != previous + 1:
+            found.append(start if start == previous else f"{start}-{previous}")
+            start = block
+        elif start is None:
+            start = block
+        previous = block
+    return found
+
+
+# ---------------------------------------------------------------- `update.blocks: auto`
+
+
+def wanted(update: UpdateConfig) -> bool:
+    """Whether a run still has to find out what it trains."""
+    return update.blocks == "auto" and not update.parts
+
+
+def settle(run: Run, budget_bytes: int, progress: Progress) -> None:
+    """Finds what the run trains by the first order alone, and writes it into the run's recipe.
+
+    It may cost what the shipped rule would, blocks `10%-67%`, and no more than the device has.
+    """
+    rows, heldout = data_tokens.load(run.tokens, texts=False)
+    like = dataclasses.replace(run.recipe.update, blocks=UpdateConfig().blocks)
+    found = find(
+        run.recipe, rows, heldout, Budget(budget_bytes or math.inf), run.recipe.train.seed, progress, like=like
+    )
+    run.recipe.update.parts = [config.build(PartConfig, part) for part in found["parts"]]
+    run.write_json(run.path / "search.json", found)
+    run.save_recipe()
+    progress.line(
+        f"search: {found['trained_parameters'] / 1e6:.2f} M parameters from block {found['cut']} on, "
+        f"{found['gain_share']:.0%} of what training everything would bring"
+    )
+
+
+# ---------------------------------------------------------------- the recipe
+
+
+def recipe_text(recipe: Recipe, found: dict[str, Any], data: str) -> str:
+    """A recipe file: what was found, what to expect, and the settings that it was searched with."""
+    budget, compared, sample = found["budget"], found["compared"], found["sample"]
+    allowed = size(budget["memory_bytes"])
+    allowed += f" and {duration(budget['time_s'])}" if budget["time_s"] is not None else ""
+    measured = len(found["measured"])
+    agreed = found["rank_correlation"]
+    trials = f"{measured} candidates measured" + (f", rank correlation {agreed:.2f}" if agreed is not None else "")
+    all_gain = found["all_gain"] or 1.0
+    others = {name: compared[key] / all_gain for name, key in (("greedy", "greedy"), ("random", "random"))}
+    others[f"the last {compared['last_blocks']} blocks"] = compared["last_blocks_gain"] / all_gain
+    lines = [
+        f"# Found by `edgeft search` for {found['model']} on {data}, within {allowed}, seed {found['seed']}.",
+        f"# Contribution: first order over {sample['rows']} rows ({sample['tokens']} tokens); {trials}.",
+        f"# Evolution over {compared['evaluations']} schemes: {found['gain_share']:.1%} of what training everything "
+        f"would bring",
+        f"# ({', '.join(f'{name} {share:.1%}' for name, share in others.items())}).",
+        f"# To expect: {found['trained_parameters'] / 1e6:.2f} M parameters trained, {size(found['peak_bytes'])}, "
+        f"{duration(found['seconds'])}.",
+        f"about: found by search for {found['model']}, within {allowed}",
+        "",
+        "update:",
+        "  method: sparse",
+        f"  choose: {recipe.update.choose}",
+        "  parts:",
+        *(f"    - {_flow(part)}" for part in found["parts"]),
+    ]
+    kept = dataclasses.replace(recipe, how=dataclasses.replace(recipe.how, **found["how"]))
+    for section in ("model", "data", "train", "how"):
+        lines += _section(section, kept)
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, recipe: Recipe) -> list[str]:
+    """What differs from the defaults; not where files lie, nor what belongs to this machine."""
+    values, defaults = (dataclasses.asdict(getattr(r, name)) for r in (recipe, Recipe()))
+    left_out = ("path", "heldout", "threads", "compile", "products")
+    changed = {k: v for k, v in values.items() if v != defaults[k] and k not in left_out}
+    return ["", f"{name}:", *(f"  {key}: {config.scalar(value)}" for key, value in changed.items())] if changed else []
+
+
+def _flow(part: dict[str, Any]) -> str:
+    blocks = ", ".join(map(str, part["blocks"]))
+    words = [f"blocks: [{blocks}]"]
+    if part["tensors"] != list(TENSORS):
+        words.append(f"tensors: [{', '.join(part['tensors'])}]")
+    if part["channels"] != 1:
+        words.append(f"channels: {part['channels']:g}")
+    words += [f"{name}: true" for name in ("biases", "norms") if part[name]]
+    return "{" + ", ".join(words) + "}"
