@@ -239,8 +239,9 @@ def find_scheme(
     with screen:
         screen.line(f"search · recipe {choice.name} · model {Path(source).name}")
         _, train, heldout, _ = pipeline.encode(choice)
-        files.note(choice, budget, number)
-        found = search.find(choice, train, heldout, budget, number, screen, again)
+        with files.noted(choice, budget, number):
+            posed = search.pose(choice, train, heldout, budget, number, screen, again)
+            found = search.find(posed, number)
     files.finish(choice, found)
     write_heat(found, files.picture)
     found["files"] = {"recipe": str(files.recipe), "picture": str(files.picture), "numbers": str(files.numbers)}

@@ -83,8 +83,8 @@ class UpdateConfig:
     )
     blocks: Any = knob(
         "10%-67%",
-        "6 = top six; '11-19'; [3, 7]; '10%-67%' of the depth; 'all'; 'auto': blocks, tensors and channels are found by "
-        "a backward pass over some rows before training, and cost no more than '10%-67%' would",
+        "6 = top six; '11-19'; [3, 7]; '10%-67%' of the depth; 'all'; 'auto': blocks, tensors and channels found by "
+        "a backward pass over some rows before training, at no more cost than '10%-67%' has",
     )
     tensors: list[str] = knob(list(TENSORS), "linear tensors of these blocks", choices=TENSORS)
     channels: float = knob(

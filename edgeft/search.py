@@ -1,7 +1,7 @@
 """`edgeft search`: what to update, found from the user's own rows, for a budget of memory and time.
 
-Contributions do not depend on the budget and are kept in the user's cache folder: a second search is quick, and one that
-was killed goes on from what it has measured. The same call gives the same recipe.
+Contributions do not depend on the budget and are kept in the user's cache folder: a second search is quick, and one
+that was killed goes on from what it has measured. The same call gives the same recipe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from edgeft.config import TENSORS, PartConfig, Recipe, UpdateConfig
 from edgeft.costs import Job
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
-from edgeft.errors import ConfigError, DoesNotFitError, RunError
+from edgeft.errors import ConfigError, DoesNotFitError, EdgeftError, RunError
 from edgeft.model import is_gguf
 from edgeft.model.gguf import GGUF
 from edgeft.model.header import BIASES
@@ -97,17 +97,29 @@ class Files:
             if self.recipe.exists():
                 raise RunError(f"{self.recipe} is there already", "name another file with -o")
             return None
-        asked = (read_json(self.numbers) or {}).get("asked")
-        if not isinstance(asked, dict):
-            raise RunError(f"there is no search to go on with in {self.numbers}", "leave out --resume to start one")
-        budget = {key: math.inf if value is None else value for key, value in asked["budget"].items()}
-        return Asked(config.build(Recipe, asked["recipe"]), Budget(**budget), int(asked["seed"]))
+        asked: Any = (read_json(self.numbers) or {}).get("asked")
+        try:
+            budget = {key: math.inf if value is None else float(value) for key, value in asked["budget"].items()}
+            return Asked(config.build(Recipe, asked["recipe"]), Budget(**budget), int(asked["seed"]))
+        except (TypeError, KeyError, ValueError, AttributeError):  # missing, damaged or of another form
+            raise RunError(
+                f"there is no search to go on with in {self.numbers}", "leave out --resume to start one"
+            ) from None
 
-    def note(self, recipe: Recipe, budget: Budget, seed: int) -> None:
-        """For --resume."""
+    def _note(self, recipe: Recipe, budget: Budget, seed: int) -> None:
         limits = {key: _finite(value) for key, value in dataclasses.asdict(budget).items()}
         self._asked = {"recipe": dataclasses.asdict(recipe), "budget": limits, "seed": seed}
         write_json(self.numbers, {"asked": self._asked})
+
+    @contextmanager
+    def noted(self, recipe: Recipe, budget: Budget, seed: int) -> Iterator[None]:
+        """For --resume; a mistake in the call leaves nothing behind."""
+        self._note(recipe, budget, seed)
+        try:
+            yield
+        except EdgeftError:
+            self.numbers.unlink(missing_ok=True)
+            raise
 
     def finish(self, recipe: Recipe, found: dict[str, Any]) -> None:
         write_json(self.numbers, {"asked": self._asked, **found})
@@ -127,7 +139,23 @@ def command(recipe: Recipe, file: Path) -> str:
 # ---------------------------------------------------------------- all of it
 
 
-def find(
+@dataclass(frozen=True)
+class Posed:
+    """All that is known before the evolution."""
+
+    recipe: Recipe
+    budget: Budget
+    arch: str
+    job: Job
+    problem: Problem
+    numbers: dict[str, Any]  # of how it came about
+
+    def every(self) -> float:
+        """What training everything would bring."""
+        return float(self.problem.gain[:, :, -1].sum() + self.problem.small_gain.sum())
+
+
+def pose(
     recipe: Recipe,
     train: Sequence[Encoded],
     heldout: Sequence[Encoded],
@@ -136,10 +164,10 @@ def find(
     progress: Progress,
     again: bool = False,
     like: UpdateConfig | None = None,
-) -> dict[str, Any]:
-    """What was found, as numbers and names alone.
+) -> Posed:
+    """Contributions and costs.
 
-    again: contributions that are kept do not count. like: it may cost no more than this would, either.
+    again: contributions that are kept do not count. like: the budgets are also those of this.
     """
     from edgeft.sparse import contribution
 
@@ -157,11 +185,11 @@ def find(
             entry.note_file.unlink(missing_ok=True)
         worker = _Worker(recipe, source, shape, sample, entry, progress)
         job = Job(recipe, shape, arch, train, heldout, worker.rate)
-        nothing = np.zeros((shape.depth, len(TENSORS), len(SHARES)))
         limits = np.array([budget.memory_bytes, budget.time_s])
         if like is not None:
             limits = np.minimum(limits, job.cost(schemes.make(like, shape.depth, arch), recipe.how))
             budget = dataclasses.replace(budget, memory_bytes=float(limits[0]), time_s=float(limits[1]))
+        nothing = np.zeros((shape.depth, len(TENSORS), len(SHARES)))
         problem = job.problem(nothing, nothing[:, 0, 0], limits)
         _refuse(problem, budget)
         first = worker.first_order()
@@ -170,14 +198,7 @@ def find(
     lr = Schedule(len(train), recipe.train, shape.width).peak
     calibration, correlation = _judge(first, trials, lr, recipe.update.choose)
     gain, small = _values(first, trials, calibration, lr, recipe.update.choose)
-    problem = dataclasses.replace(problem, gain=gain, small_gain=small)
-    found, compared = _evolve(problem, job, arch, seed, compare=like is None)
-    how = job.ways()[found.way]
-    update = dataclasses.replace(recipe.update, method="sparse", parts=parts(found.level, found.biased, arch))
-    chosen = schemes.make(update, shape.depth, arch)
-    need = job.cost(chosen, how)
-    every = float(gain[:, :, -1].sum() + small.sum())
-    return {
+    numbers = {
         "model": Path(source).name,
         "sample": {
             "rows": sum(map(len, sample.parts)),
@@ -192,10 +213,24 @@ def find(
         "calibration": dataclasses.asdict(calibration),
         "contribution": gain[:, :, -1].tolist(),
         "contribution_biases": small.tolist(),
+    }
+    return Posed(recipe, budget, arch, job, dataclasses.replace(problem, gain=gain, small_gain=small), numbers)
+
+
+def find(posed: Posed, seed: int, compare: bool = True) -> dict[str, Any]:
+    """The best scheme, as numbers and names alone; compare: beside what other ways to search find."""
+    recipe, job, arch = posed.recipe, posed.job, posed.arch
+    found, compared = _evolve(posed.problem, job, arch, seed, compare)
+    how = job.ways()[found.way]
+    update = dataclasses.replace(recipe.update, parts=parts(found.level, found.biased, arch))
+    chosen = schemes.make(update, job.shape.depth, arch)
+    need, every = job.cost(chosen, how), posed.every()
+    return {
+        **posed.numbers,
         "shares": [[SHARES[place] for place in row] for row in found.level],
         "biased_blocks": found.biased,
         "cut": chosen.cut,
-        "trained_parameters": plan.trained_parameters(shape, chosen),
+        "trained_parameters": plan.trained_parameters(job.shape, chosen),
         "how": {"micro_batch_tokens": how.micro_batch_tokens, "recompute": how.recompute},
         "parts": [dataclasses.asdict(part) for part in update.parts],
         "gain": found.gain,
@@ -211,9 +246,9 @@ def find(
 def _arch(source: str) -> str:
     if is_gguf(source):
         return GGUF.open(source).arch
-    from edgeft.model.hf import read_config, resolve
+    from edgeft.model.hf import MODEL_TYPES, read_config, resolve
 
-    return str(read_config(resolve(source)).model_type)
+    return MODEL_TYPES[read_config(resolve(source)).model_type]
 
 
 def _finite(value: float) -> float | None:
@@ -243,7 +278,7 @@ def _refuse(problem: Problem, budget: Budget) -> None:
 def _key(recipe: Recipe, source: str, sample: Sample) -> str:
     """Changes when anything changes that contributions depend on."""
     t = recipe.train
-    rates = (t.lr, t.lr_width, t.beta1, t.beta2, t.weight_decay, t.clip)
+    rates = (t.optimizer, t.momentum, t.lr, t.lr_width, t.beta1, t.beta2, t.weight_decay, t.clip)
     parts = (FORMAT, cache.model_id(source), recipe.model.frozen, rates, sample.digest())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -316,7 +351,8 @@ class _Worker:
             return FirstOrder.from_json(kept)
         begin, stack = time.monotonic(), self.stack()
         self.progress.stage("first order", stack.depth)
-        found = first_order(stack, self.sample, self.inputs, lambda: self.progress.advance(1))
+        way = self.recipe.train.optimizer
+        found = first_order(stack, self.sample, self.inputs, way, lambda: self.progress.advance(1))
         self.progress.end()
         self._remember(first_order=found.to_json())
         self.progress.line(
@@ -376,7 +412,7 @@ class Candidate:
 
 
 def candidates(first: FirstOrder, choose: str, arch: str) -> list[Candidate]:
-    """In the order in which they are measured: the best that are left, and in between others from all over the ranks."""
+    """In the order in which they are measured: the best that are left, between them others from all over the ranks."""
     from edgeft.sparse.contribution import ORDERS
 
     whole = first.weights[ORDERS.index(choose), :, :, -1]
@@ -528,11 +564,6 @@ def ranges(blocks: Sequence[int]) -> list[Any]:
 # ---------------------------------------------------------------- `update.blocks: auto`
 
 
-def wanted(update: UpdateConfig) -> bool:
-    """Whether a run still has to find out what it trains."""
-    return update.blocks == "auto" and not update.parts
-
-
 def settle(run: Run, budget_bytes: int, progress: Progress) -> None:
     """Finds what the run trains by the first order alone, and writes it into the run's recipe.
 
@@ -540,9 +571,8 @@ def settle(run: Run, budget_bytes: int, progress: Progress) -> None:
     """
     rows, heldout = data_tokens.load(run.tokens, texts=False)
     like = dataclasses.replace(run.recipe.update, blocks=UpdateConfig().blocks)
-    found = find(
-        run.recipe, rows, heldout, Budget(budget_bytes or math.inf), run.recipe.train.seed, progress, like=like
-    )
+    budget, seed = Budget(budget_bytes or math.inf), run.recipe.train.seed
+    found = find(pose(run.recipe, rows, heldout, budget, seed, progress, like=like), seed, compare=False)
     run.recipe.update.parts = [config.build(PartConfig, part) for part in found["parts"]]
     run.write_json(run.path / "search.json", found)
     run.save_recipe()

@@ -192,18 +192,20 @@ class FirstOrder:
         return FirstOrder(*(np.array(values[name], np.float64) for name in ("weights", "biases", "norms")))
 
 
-def decrease(one: Tensor, other: Tensor) -> Tensor:
-    """What a step of AdamW is expected to bring, weight by weight, from the gradients of two halves of the sample.
+def decrease(one: Tensor, other: Tensor, optimizer: str) -> Tensor:
+    """What a step at rate 1 is expected to bring, weight by weight, from the gradients of two halves of the sample.
 
     AdamW's first steps move a weight by lr · sign(g), so the loss falls by lr · |g|: summed, the gradient's L1 norm.
     But a gradient over few rows is mostly noise, whose L1 norm is large too and brings nothing on other rows. So the
     step is taken by one half's gradient and what it brings by the other's: sign(a) · b, and the other way round. Where
-    both agree this is the L1 norm of the mean; of pure noise it is 0 on average.
+    both agree this is the L1 norm of the mean; of pure noise it is 0 on average. A step of SGD is lr · g.
     """
+    if optimizer == "sgd":
+        return one * other
     return 0.5 * (one.sign() * other + other.sign() * one)
 
 
-def first_order(stack: Stack, sample: Sample, inputs: Inputs, tell: Callable[[], None]) -> FirstOrder:
+def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, tell: Callable[[], None]) -> FirstOrder:
     """`inputs` are filled; calls `tell` after each block."""
     forest, depth = sample.forest, stack.depth
     weights = np.zeros((len(ORDERS), depth, len(LINEARS), len(SHARES)))
@@ -221,16 +223,17 @@ def first_order(stack: Stack, sample: Sample, inputs: Inputs, tell: Callable[[],
                 for parameter in parameters.values():
                     parameter.grad = None
             if not gradients[1]:  # a single part: there is no other half to judge by
-                gradients[1] = gradients[0]
+                gradients[1] = dict(gradients[0])
             for name in list(gradients[0]):
                 one, other = (half.pop(name) for half in gradients)
-                kind = _kind(name)
+                kind, brings = _kind(name), decrease(one, other, optimizer)
                 if kind is None:
-                    norms[block] += float(decrease(one, other).sum())
+                    norms[block] += float(brings.sum())
                 elif name.endswith(".bias"):
-                    biases[block, kind] = float(decrease(one, other).sum())
+                    biases[block, kind] = float(brings.sum())
                 else:
-                    weights[:, block, kind] = _by_share(parameters[name].detach(), one, other)
+                    sizes = {"weight": parameters[name].detach(), "gradient": one.add_(other)}
+                    weights[:, block, kind] = _by_share(brings, sizes)
         tell()
     return FirstOrder(weights, np.maximum(biases, 0), np.maximum(norms, 0))
 
@@ -264,15 +267,12 @@ def _back(
     return hidden.grad
 
 
-def _by_share(weight: Tensor, one: Tensor, other: Tensor) -> Floats:
+def _by_share(brings: Tensor, sizes: dict[str, Tensor]) -> Floats:
     """(orders, shares) of what the first channels in each order bring; more channels never bring less."""
-    channels = decrease(one, other).sum(0).double().numpy()
+    channels = brings.sum(0).double().numpy()
     inputs = len(channels)
-    orders = {
-        "weight": torch.argsort(weight.norm(dim=0), descending=True, stable=True).numpy(),
-        "gradient": torch.argsort((one + other).norm(dim=0), descending=True, stable=True).numpy(),
-        "first": np.arange(inputs),
-    }
+    orders = {name: torch.argsort(of.norm(dim=0), descending=True, stable=True).numpy() for name, of in sizes.items()}
+    orders["first"] = np.arange(inputs)
     sums = [[channels[orders[name][: channel_count(share, inputs)]].sum() for share in SHARES] for name in ORDERS]
     return np.maximum.accumulate(np.maximum(sums, 0.0), axis=1)
 

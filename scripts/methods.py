@@ -1,0 +1,255 @@
+#!/usr/bin/env python3
+"""All methods side by side on question answering and on classification: what is trained, memory, time, and scores.
+
+    scripts/methods.py DATA [--only NAME …] [--sets squad banking77] [--memory 1GiB] [--out FILE.json] [--work DIR]
+
+DATA holds squad/{train,dev}.jsonl, banking77/{train,test}.csv and arc_easy/validation.jsonl. Every method trains in a
+process of its own on the same rows; untuned and tuned files are scored by llama.cpp on the same held-out rows, and on
+ARC-Easy, as a guard against forgetting. With --out, what an earlier call with the same settings found is kept: methods
+can be run one by one. `searched` is found by `edgeft search` for --memory; `last-k` are as many of the last blocks as
+fit the same memory; `equal time` is the searched scheme for as many epochs as LoRA's time allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgeft import config
+from edgeft.data import tokens
+from edgeft.evaluate.compare import Subject, score_subject
+from edgeft.evaluate.suite import Item, Suite, load_suite, make_items, read_items
+from edgeft.model.tokenizer import open_tokenizer
+from edgeft.run import Run, model_source
+from edgeft.train.progress import Progress
+
+
+@dataclass(frozen=True)
+class Method:
+    recipe: str = "sparse-bp"
+    sets: list[str] = field(default_factory=list)
+
+
+METHODS: dict[str, Method] = {
+    "last-k": Method(),
+    "sparse-bp": Method(),
+    "auto": Method(sets=["update.blocks=auto"]),
+    "searched": Method(),
+    "lora": Method("lora"),
+    "equal time": Method(),
+    "bias-norm": Method("bias-norm"),
+    "tinytl": Method("tinytl"),
+    "qas-int8": Method("qas-int8"),
+    "qas-int8, sgd": Method("qas-int8", ["train.optimizer=sgd", "train.lr=3"]),
+    "int8 sgd without qas": Method("qas-int8", ["train.optimizer=sgd", "train.lr=3", "update.qas=false"]),
+    "cycle": Method("cycle"),
+}
+SUITES = {"squad": "qa", "banking77": "classify"}
+ROWS = {"squad": 1000, "banking77": 2000}
+SCORE = {"squad": "f1", "banking77": "accuracy"}
+
+
+class Failed(Exception):
+    """A command ended with an error."""
+
+
+def edgeft(*args: object) -> dict[str, Any]:
+    """What `edgeft … --json` says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "edgeft", *map(str, args), "--json"], stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        raise Failed(f"edgeft {' '.join(map(str, args))}: exit code {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def write_rows(data: Path, name: str, out: Path, rows: int, dev_rows: int) -> Path:
+    """train.jsonl and dev.jsonl; rows of the CSV files, which go label by label, by a seeded shuffle."""
+    if name == "squad":
+        return data / name
+    out.mkdir(parents=True, exist_ok=True)
+    for source, target, count in (("train.csv", "train.jsonl", rows), ("test.csv", "dev.jsonl", dev_rows)):
+        with (data / name / source).open(encoding="utf-8", newline="") as file:
+            records = list(csv.DictReader(file))
+        random.Random(0).shuffle(records)
+        made = [{"text": r["text"], "label": r["category"].replace("_", " ")} for r in records[:count]]
+        (out / target).write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    return out
+
+
+class Bench:
+    """One data set: its rows, the questions that are asked about it, and the untuned model's scores."""
+
+    def __init__(self, name: str, args: argparse.Namespace, work: Path, before: dict[str, Any]) -> None:
+        self.name, self.args, self.work = name, args, work / name
+        self.rows = args.rows or ROWS[name]
+        self.data = write_rows(args.data, name, self.work / "rows", self.rows, args.dev_rows)
+        self.base: dict[str, Any] | None = before.get("base")
+        self.found: dict[str, dict[str, Any]] = before.get("methods", {})
+        suite = load_suite("choice")
+        arc = config.DataConfig(path=str(args.data / "arc_easy" / "validation.jsonl"), heldout_share=0.0)
+        self.guard = suite, read_items(suite, arc, open_tokenizer(model_source(args.model)), args.arc_rows)
+
+    def settings(self, epochs: float) -> list[str]:
+        values = {
+            "data.rows": self.rows,
+            "data.heldout_rows": self.args.dev_rows,
+            "data.max_tokens": self.args.max_tokens,
+            "train.epochs": epochs,
+            "how.nice": 0,
+        }
+        return [f"{key}={value}" for key, value in values.items()]
+
+    def command(self, epochs: float, more: list[str]) -> list[object]:
+        every = [*self.settings(epochs), *self.args.set, *more]
+        words: list[object] = ["--data", self.data, *(part for item in every for part in ("--set", item))]
+        return [*words, "--model", self.args.model] if self.args.model else words
+
+    # ------------------------------------------------ one method
+
+    def run(self, name: str) -> dict[str, Any]:
+        recipe, more, epochs = METHODS[name].recipe, METHODS[name].sets, self.args.epochs
+        notes: dict[str, Any] = {}
+        if name in ("searched", "equal time", "last-k"):
+            notes = self.search()
+            if name == "last-k":
+                more = [f"update.blocks={notes['compared']['last_blocks']}", "update.tensors=q,k,v,o,gate,up,down"]
+            else:
+                recipe = notes["files"]["recipe"]
+        if name == "equal time":
+            epochs = self.equal_epochs()
+        folder = self.work / name.replace(" ", "-").replace(",", "")
+        if not (folder / "export.json").is_file():
+            resume = ["--resume"] if (folder / "recipe.yaml").is_file() else []
+            command = ["finetune", "--recipe", recipe, "--out", folder, *self.command(epochs, more)]
+            began = time.monotonic()
+            edgeft(*command, "--until", "export", *resume)
+            (folder / "whole.json").write_text(json.dumps(round(time.monotonic() - began, 1)))
+        run = Run.open(folder)
+        done = run.read_json(run.done) or {}
+        suite = load_suite(SUITES[self.name])
+        items = make_items(suite, tokens.load(run.tokens)[1][: self.args.dev_rows])
+        if self.base is None:
+            self.base = self.scores(model_source(self.args.model), suite, items)
+        return {
+            "epochs": epochs,
+            "trained_parameters": done["trained_parameters"],
+            "peak_bytes": done["peak_bytes"],
+            "seconds": done["seconds"],
+            "whole_seconds": json.loads((folder / "whole.json").read_text()),
+            "heldout_loss": done["best_loss"],
+            "base_loss": done["base_loss"],
+            **{key: notes[key] for key in ("parts", "rank_correlation", "gain_share", "compared") if key in notes},
+            **self.scores(str(run.model), suite, items),
+        }
+
+    def scores(self, file: str, suite: Suite, items: list[Item]) -> dict[str, Any]:
+        limit = suite.eval.max_new_tokens
+        own = score_subject(Subject("tuned", file), items, suite, limit, Progress()).figures()
+        arc = score_subject(Subject("tuned", file), self.guard[1], self.guard[0], 1, Progress()).figures()
+        return {"score": own[SCORE[self.name]], "figures": own, "arc_easy": arc["accuracy"], "arc_figures": arc}
+
+    def search(self) -> dict[str, Any]:
+        """The recipe for --memory; found once."""
+        place = self.work / "searched.yaml"
+        notes = place.with_suffix(".search.json")
+        if not place.is_file():
+            more = ["--resume"] if notes.is_file() else []
+            limit = ["--time", self.args.time] if self.args.time else []
+            words = ["search", "-o", place, "--memory", self.args.memory, *limit, "--measure", self.args.measure]
+            edgeft(*words, *self.command(self.args.epochs, []), *more)
+        found: dict[str, Any] = json.loads(notes.read_text())
+        return {**found, "files": {"recipe": str(place)}}
+
+    def equal_epochs(self) -> float:
+        """As many as LoRA's time allows the searched scheme; quarters of an epoch."""
+        for needed in ("lora", "searched"):
+            if needed not in self.found:
+                self.found[needed] = self.run(needed)
+        times = self.found["lora"]["seconds"] / self.found["searched"]["seconds"]
+        return max(0.25, int(4 * self.args.epochs * times) / 4)
+
+
+def print_table(name: str, bench: Bench) -> None:
+    metric = {"f1": "F1", "accuracy": "accuracy"}[SCORE[name]]
+    first = next(iter(bench.found.values()))
+    base = bench.base
+    assert base is not None
+    print(f"\n{name}: {bench.rows} rows, {bench.args.epochs:g} epochs, {bench.args.dev_rows} held-out rows\n")
+    print(f"| method | trained | peak | seconds | held-out loss | {metric} | ARC-Easy |")
+    print("|---|---|---|---|---|---|---|")
+    print(f"| untuned | | | | {first['base_loss']:.3f} | {base['score']:.1f} | {base['arc_easy']:.1f} |")
+    for method in METHODS:
+        if method not in bench.found:
+            continue
+        row = bench.found[method]
+        label = method if row["epochs"] == bench.args.epochs else f"{method} ({row['epochs']:g} epochs)"
+        if method == "last-k":
+            label = f"last {row['compared']['last_blocks']} blocks"
+        print(
+            f"| {label} | {row['trained_parameters'] / 1e6:.2f} M | {row['peak_bytes'] / 2**20:.0f} MiB "
+            f"| {row['seconds']:.0f} | {row['heldout_loss']:.3f} | {row['score']:.1f} "
+            f"| {row['arc_easy']:.1f} ({row['arc_easy'] - base['arc_easy']:+.1f}) |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="folder with squad, banking77 and arc_easy")
+    parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--sets", nargs="+", choices=list(SUITES), default=list(SUITES))
+    parser.add_argument("--model")
+    parser.add_argument("--rows", type=int, help="default: 1,000 of SQuAD and 2,000 of Banking77")
+    parser.add_argument("--dev-rows", type=int, default=200)
+    parser.add_argument("--arc-rows", type=int, default=570)
+    parser.add_argument("--epochs", type=float, default=2)
+    parser.add_argument("--max-tokens", type=int, default=384)
+    parser.add_argument("--memory", default="1GiB", help="for the searched scheme and the last blocks")
+    parser.add_argument("--time", help="of training, for the search; default: no limit")
+    parser.add_argument("--measure", default="3min", help="time for trials of the search")
+    parser.add_argument("--set", action="append", default=[], help="further knobs, for all methods")
+    parser.add_argument("--out", type=Path, help="keep the figures in this JSON file")
+    parser.add_argument("--work", type=Path, help="keep the runs in this folder; default: gone afterwards")
+    args = parser.parse_args()
+    left_out = ("only", "sets", "out", "work")
+    settings = {key: str(value) for key, value in vars(args).items() if key not in left_out}
+    kept: dict[str, Any] = {"settings": settings, "sets": {}}
+    if args.out and args.out.is_file():
+        kept = json.loads(args.out.read_text())
+    if kept["settings"] != settings:
+        sys.exit(f"{args.out} was made with other settings: name another file")
+    failed = []
+    with tempfile.TemporaryDirectory() as place:
+        benches = {name: Bench(name, args, args.work or Path(place), kept["sets"].get(name, {})) for name in args.sets}
+        for name, bench in benches.items():
+            for method in args.only:
+                if method in bench.found:
+                    continue
+                print(f"{name}: {method} …", file=sys.stderr, flush=True)
+                try:
+                    bench.found[method] = bench.run(method)
+                except Failed as error:
+                    failed.append(str(error))
+                    continue
+                kept["sets"][name] = {"base": bench.base, "methods": bench.found}
+                if args.out:
+                    args.out.write_text(json.dumps(kept, indent=1))
+    for name, bench in benches.items():
+        if bench.found:
+            print_table(name, bench)
+    if failed:
+        sys.exit("\n" + "\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Evolution: it repeats, it keeps its budgets, and it finds more than random search and at least as much as greedy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edgeft.sparse import evolve
+from edgeft.sparse.evolve import SHARES, Problem, Schemes
+
+SIZES = np.array([36, 12, 12, 36, 96, 96, 96], np.float64)  # of a block's tensors, as in SmolLM2
+
+
+def problem(seed: int, depth: int = 12, bytes_: float = 900.0, seconds: float = 700.0) -> Problem:
+    """Tensors of unlike worth; two ways to run, one of which takes less memory and more time."""
+    random = np.random.default_rng(seed)
+    shares = np.array(SHARES)
+    gain = (random.lognormal(0, 0.6, (depth, 7)) * SIZES**0.5)[:, :, None] * shares**0.7
+    cost = np.zeros((2, depth, 7, len(SHARES), 2))
+    fixed, small = np.zeros((2, depth, 2)), np.full((2, depth, 2), 0.5)
+    above = depth - np.arange(depth)
+    for way, (memory, slow) in enumerate([(40.0, 1.0), (15.0, 1.3)]):
+        cost[way, ..., 0] = SIZES[:, None] * shares
+        cost[way, ..., 1] = SIZES[:, None] * shares * 0.3 * slow
+        fixed[way, :, 0] = 100 + above * memory
+        fixed[way, :, 1] = above * 25 * slow
+    return Problem(gain, random.random(depth), fixed, cost, small, np.array([bytes_, seconds]))
+
+
+def test_a_sum_over_parts() -> None:
+    p = problem(0, depth=3)
+    level = np.zeros((1, 3, 7), np.int64)
+    level[0, 0, 0] = 4  # below the cut: lies still
+    level[0, 1, 2], level[0, 2, 6] = 4, 1
+    one = Schemes(level, np.array([1]), np.array([1]), np.array([1]))
+    gains, costs = evolve.score(p, one)
+    assert gains[0] == pytest.approx(p.gain[1, 2, 4] + p.gain[2, 6, 1] + p.small_gain[2])
+    np.testing.assert_allclose(costs[0], p.fixed[1, 1] + p.cost[1, 1, 2, 4] + p.cost[1, 2, 6, 1] + p.small_cost[1, 2])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_more_than_random_and_not_less_than_greedy(seed: int) -> None:
+    p = problem(seed)
+    start = evolve.greedy(p)
+    best = evolve.evolve(p, seed, start, rounds=60)
+    alone = evolve.evolve(p, seed, rounds=60)  # without greedy's help
+    random = evolve.random_search(p, best.evaluations, seed)
+    assert best.gain >= evolve.score(p, start)[0][0]
+    assert best.gain > random.gain
+    assert alone.gain > random.gain
+    for found in (best, alone, random):
+        assert (found.bytes, found.seconds) <= tuple(p.budget)
+        assert found.seconds <= p.budget[1]
+    assert best.history == sorted(best.history)
+
+
+def test_the_same_seed_gives_the_same_scheme() -> None:
+    p = problem(3)
+    one, two, other = (evolve.evolve(p, seed, rounds=20) for seed in (5, 5, 6))
+    assert (one.level == two.level).all()
+    assert (one.gain, one.biased, one.way) == (two.gain, two.biased, two.way)
+    assert (one.level != other.level).any()
+
+
+@pytest.mark.parametrize("guided", [True, False])
+@pytest.mark.parametrize("bytes_", [200.0, 400.0, 3000.0])
+def test_repair_keeps_both_budgets(bytes_: float, guided: bool) -> None:
+    p = problem(1, bytes_=bytes_, seconds=150.0)
+    random = np.random.default_rng(0)
+    some = evolve.random_schemes(p, 200, random)
+    some = Schemes(np.full_like(some.level, 4), some.biased, np.zeros_like(some.cut), some.way)  # all of everything
+    assert (evolve.score(p, some)[1] > p.budget).any(1).all()
+    fixed = evolve.repair(p, some, random, guided)
+    assert (evolve.score(p, fixed)[1] <= p.budget).all()
+    filled = evolve.refill(p, fixed, random)
+    assert (evolve.score(p, filled)[1] <= p.budget).all()
+    assert (evolve.score(p, filled)[0] >= evolve.score(p, fixed)[0]).all()
+
+
+def test_a_budget_without_a_limit() -> None:
+    p = problem(2, bytes_=np.inf, seconds=np.inf)
+    found = evolve.evolve(p, 0, evolve.greedy(p), rounds=5)
+    assert (found.level == 4).all()
+    assert (found.biased, found.cut) == (12, 0)
+
+
+def test_nothing_fits() -> None:
+    p = problem(2, bytes_=115.0)
+    assert (p.first_cuts() == p.depth).all()
+    smallest = p.smallest()
+    assert smallest[0] == pytest.approx(100 + 15 + 12 * 0.125)
+    assert (problem(2, bytes_=smallest[0]).first_cuts() == [12, 11]).all()

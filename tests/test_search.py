@@ -1,0 +1,374 @@
+"""`edgeft search`: contributions against plain autograd, what is kept, and the recipe that comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from edgeft import config, pipeline, search
+from edgeft.config import TENSORS, PartConfig, UpdateConfig
+from edgeft.data.rows import Row
+from edgeft.data.tokens import Encoded
+from edgeft.errors import ConfigError, DataError, DoesNotFitError, RunError
+from edgeft.model import demo_model, ggml, kernels
+from edgeft.model import gguf as files
+from edgeft.model.gguf import GGUF, NewTensor, encode_record
+from edgeft.model.header import LINEARS
+from edgeft.model.stack import load
+from edgeft.run import Run
+from edgeft.sparse import contribution
+from edgeft.sparse import scheme as schemes
+from edgeft.sparse.evolve import SHARES
+from edgeft.train.progress import Progress
+from edgeft.units import parse_bytes, parse_seconds
+from tests.conftest import Edgeft, small_rows
+
+DEPTH, WIDTH, FFN = 4, 64, 128
+
+
+def tiny_gguf(path: Path) -> Path:
+    """A model of 4 blocks with random weights and the embedded model's vocabulary."""
+    source = demo_model()
+    assert source is not None
+    base, random = GGUF.open(source), np.random.default_rng(0)
+    rows = base.tensors["token_embd.weight"].shape[1]
+    shapes = {"attn_q": (WIDTH, WIDTH), "attn_k": (32, WIDTH), "attn_v": (32, WIDTH), "attn_output": (WIDTH, WIDTH)}
+    shapes |= {"ffn_gate": (FFN, WIDTH), "ffn_up": (FFN, WIDTH), "ffn_down": (WIDTH, FFN)}
+    arrays = {"token_embd.weight": random.standard_normal((rows, WIDTH)) * 0.3, "output_norm.weight": np.ones(WIDTH)}
+    for block in range(DEPTH):
+        for name, shape in shapes.items():
+            arrays[f"blk.{block}.{name}.weight"] = random.standard_normal(shape) * shape[1] ** -0.5
+        arrays |= {f"blk.{block}.{name}.weight": np.ones(WIDTH) for name in ("attn_norm", "ffn_norm")}
+    tensors = []
+    for name, values in arrays.items():
+        kind = ggml.type_id("q8_0") if values.ndim == 2 else ggml.F32
+        data = ggml.pack(np.atleast_2d(values).astype(np.float32), kind)
+        tensors.append(NewTensor(name, values.shape[::-1], kind, data.nbytes, functools.partial(np.asarray, data)))
+    numbers = {"block_count": DEPTH, "embedding_length": WIDTH, "feed_forward_length": FFN, "context_length": 512}
+    numbers |= {"attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 32}
+    own = {f"llama.{key}" for key in numbers} | {"llama.attention.key_length", "llama.attention.value_length"}
+    records = [base.record(key) for key in base.records if key not in own]
+    records += [encode_record(f"llama.{key}", 4, value) for key, value in numbers.items()]
+    with path.open("wb") as file:
+        files.write(file, records, tensors)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_rows(tmp_path_factory.mktemp("rows"))
+
+
+def rows(count: int, seed: int = 0) -> list[Encoded]:
+    random = np.random.default_rng(seed)
+    ids = [np.concatenate([[1, 2, 3], random.integers(10, 500, 9)]).astype(np.int32) for _ in range(count)]
+    return [Encoded(row, np.arange(len(row)) >= 8, Row([], [])) for row in ids]
+
+
+# ---------------------------------------------------------------- contributions
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_first_order_is_that_of_plain_autograd(tiny: Path, tmp_path: Path, compiled: bool) -> None:
+    """All of the model trained at once, by plain autograd: the same numbers, block by block."""
+    torch.set_num_threads(1)
+    sample = contribution.draw(rows(8), rows(4, seed=1), seed=0)
+    assert len(sample.parts) >= 2
+    stack = load(tiny, lean=compiled)
+    if compiled:
+        stack.kernels = stack.head.kernels = kernels.load()
+    inputs = contribution.Inputs(tmp_path, sample, DEPTH, WIDTH)
+    inputs.fill(stack, sample, lambda: None)
+    found = contribution.first_order(stack, sample, inputs, "adamw", lambda: None)
+    assert not any(p.requires_grad for p in stack.model.parameters())  # everything is frozen again
+    assert all(type(stack.linear(b, t)).__name__ == "PackedLinear" for b in range(DEPTH) for t in TENSORS)
+
+    plain = load(tiny)
+    update = UpdateConfig(blocks="all", biases=True, norms=True)
+    parameters = schemes.apply(plain, schemes.make(update, DEPTH, "llama"), seed=0)
+    halves = []
+    for half in (sample.parts[0::2], sample.parts[1::2]):
+        some = [row for part in half for row in part]
+        _, batch = sample.forest.batch(some)
+        loss = plain.head.loss(plain.top(plain.trunk(batch, 0), batch, 0), batch.targets) / sample.forest.trained(some)
+        loss.backward()  # type: ignore[no-untyped-call]
+        halves.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        for p in parameters.values():
+            p.grad = None
+    for block in range(DEPTH):
+        for place, (path, _) in enumerate(LINEARS.values()):
+            one, other = (half[f"layers.{block}.{path}.weight"] for half in halves)
+            want = contribution.decrease(one, other, "adamw")
+            whole = found.weights[:, block, place, -1]
+            np.testing.assert_allclose(
+                whole, max(0.0, float(want.sum())), rtol=2e-2, atol=0.02 * float(want.abs().sum())
+            )
+            count = schemes.channel_count(0.5, want.shape[1])
+            half_of_them = float(want[:, :count].sum())
+            got = found.weights[contribution.ORDERS.index("first"), block, place, 2]
+            assert got >= half_of_them - 0.02 * float(want.abs().sum())
+            bias = contribution.decrease(*(half[f"layers.{block}.{path}.bias"] for half in halves), "adamw")
+            assert found.biases[block, place] == pytest.approx(
+                max(0.0, float(bias.sum())), rel=2e-2, abs=0.02 * float(bias.abs().sum())
+            )
+    assert (np.diff(found.weights, axis=3) >= 0).all()  # more channels never bring less
+    again = contribution.FirstOrder.from_json(json.loads(json.dumps(found.to_json())))
+    assert (again.weights == found.weights).all()
+
+
+def test_noise_brings_nothing() -> None:
+    torch.manual_seed(0)
+    signal, noise = 0.2 * torch.randn(200, 200), [torch.randn(200, 200) for _ in range(4)]
+    only_noise = float(contribution.decrease(noise[0], noise[1], "adamw").sum())
+    both = float(contribution.decrease(signal + noise[2], signal + noise[3], "adamw").sum())
+    l1 = float((0.5 * (noise[0] + noise[1])).abs().sum())
+    assert abs(only_noise) < 0.02 * l1
+    assert both > 0.02 * l1
+    sure = torch.randn(50, 50)
+    assert float(contribution.decrease(sure, sure, "adamw").sum()) == pytest.approx(float(sure.abs().sum()))
+    assert float(contribution.decrease(sure, sure, "sgd").sum()) == pytest.approx(float(sure.square().sum()))
+
+
+def test_a_sample_is_drawn_by_its_seed_and_named_by_its_rows() -> None:
+    train, heldout = rows(40), rows(6, seed=1)
+    one, two, other = (contribution.draw(train, heldout, seed, tokens=120) for seed in (0, 0, 1))
+    assert one.digest() == two.digest() != other.digest()
+    assert one.tokens(one.parts) <= 140
+    assert sum(map(len, one.heldout)) == 6
+    few = contribution.draw(rows(2), [], seed=0)  # nothing held out: a row that is not trained on
+    assert [sum(map(len, side)) for side in (few.parts, few.heldout)] == [1, 1]
+    with pytest.raises(DataError, match="too few"):
+        contribution.draw(rows(1), [], seed=0)
+
+
+def test_ranks_and_calibration() -> None:
+    assert contribution.ranks([3.0, 1.0, 3.0]).tolist() == [2.5, 1.0, 2.5]
+    assert contribution.rank_correlation([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1.0)
+    assert contribution.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    assert math.isnan(contribution.rank_correlation([1, 2], [1, 2]))
+    first = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
+    found = contribution.calibrate(first, [3 * f**0.5 for f in first])
+    assert (found.factor, found.power, found.measured) == (pytest.approx(3.0), pytest.approx(0.5), 6)
+    assert found(np.array([4.0, -1.0])).tolist() == [pytest.approx(6.0), 0.0]
+    assert contribution.calibrate(first[:3], first[:3]) == contribution.Calibration()
+
+
+def test_candidates_begin_with_the_best_and_the_worst() -> None:
+    weights = np.arange(1.0, 29.0).reshape(1, DEPTH, 7, 1).repeat(3, 0).repeat(4, 3)
+    first = contribution.FirstOrder(weights, np.ones((DEPTH, 7)), np.ones(DEPTH))
+    found = search.candidates(first, "weight", "llama")
+    assert [c.name for c in found[:3]] == ["0.q", "3.down", "1.down"]  # the worst, the best, the middle
+    assert found[4].name == "biases of the last 2"
+    assert len({c.name for c in found}) == len(found) == 4 * 7 + 2
+    assert found[4].scheme("llama", DEPTH).blocks == (2, 3)
+
+
+# ---------------------------------------------------------------- the scheme as a recipe
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_parts_say_exactly_what_was_found(arch: str) -> None:
+    random = np.random.default_rng(0)
+    for biased in (0, 3, 12):
+        level = random.integers(0, len(SHARES), (12, 7)) * (random.random((12, 7)) < 0.5)
+        found = schemes.make(UpdateConfig(parts=search.parts(level, biased, arch)), 12, arch)
+        for block in range(12):
+            for place, tensor in enumerate(TENSORS):
+                assert found.share(block, tensor) == SHARES[level[block, place]]
+                inside = block >= 12 - biased and tensor in schemes.BIASES[arch]
+                assert found.biased(block, tensor) == inside
+            assert found.normed(block) == (block >= 12 - biased)
+
+
+def test_ranges() -> None:
+    assert search.ranges([3, 4, 5, 9, 11, 12]) == ["3-5", 9, "11-12"]
+    assert search.ranges([0]) == [0]
+    assert schemes.parse_blocks(search.ranges([3]), 30) == (3,)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("1GiB", 2**30), ("1.5 gib", 3 * 2**29), ("800MiB", 800 << 20), ("2GB", 2 * 10**9), ("7", 7)]
+)
+def test_sizes(text: str, wanted: int) -> None:
+    assert parse_bytes(text, "--memory") == wanted
+
+
+def test_times_and_what_is_none() -> None:
+    assert [parse_seconds(t, "--time") for t in ("90s", "30min", "1.5h", "2 m")] == [90, 1800, 5400, 120]
+    for text in ("", "soon", "-3min", "1GiB", "0s", "1e9h", "9" * 400):
+        with pytest.raises(ConfigError):
+            parse_seconds(text, "--time")
+    assert parse_seconds("0s", "--measure") == 0
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def recipe_for(tiny: Path, data: Path, *sets: str) -> config.Recipe:
+    recipe = config.load_recipe("sparse-bp")
+    recipe.model.path, recipe.data.path = str(tiny), str(data)
+    return config.apply_sets(recipe, ["train.epochs=1", "train.batch_rows=4", "how.threads=1", *sets])
+
+
+def find(recipe: config.Recipe, budget: search.Budget, **more: Any) -> dict[str, Any]:
+    _, train, heldout, _ = pipeline.encode(recipe)
+    return search.find(search.pose(recipe, train, heldout, budget, 0, Progress(), **more), 0)
+
+
+@pytest.fixture(scope="module")
+def need(tiny: Path, data: Path) -> tuple[float, float]:
+    """(bytes, seconds) of training everything."""
+    found = find(recipe_for(tiny, data), search.Budget(math.inf))
+    assert all(share == 1 for row in found["shares"] for share in row)
+    assert found["gain_share"] == pytest.approx(1.0)
+    return found["peak_bytes"], found["seconds"]
+
+
+def test_found_within_both_budgets(tiny: Path, data: Path, need: tuple[float, float]) -> None:
+    recipe = recipe_for(tiny, data)
+    free = search.Budget(math.inf, measure_s=1e6)
+    found = find(recipe, free)
+    assert found["rank_correlation"] is not None
+    assert len(found["measured"]) == 4 * 7 + 2
+    tight = search.Budget(0.9995 * need[0], 0.9 * need[1], 1e6)
+    some = find(recipe, tight)
+    assert some["peak_bytes"] <= tight.memory_bytes
+    assert some["seconds"] <= tight.time_s
+    assert some["measured"] == found["measured"]  # not measured again
+    assert 0 < some["gain_share"] < 1
+    compared = some["compared"]
+    assert compared["evolution"] >= compared["greedy"]
+    assert compared["evolution"] > compared["random"]
+    assert find(recipe, tight) == some  # the same call, the same answer
+
+
+def test_too_little_is_refused_with_the_smallest_need(tiny: Path, data: Path, need: tuple[float, float]) -> None:
+    recipe = recipe_for(tiny, data)
+    with pytest.raises(DoesNotFitError, match="the least that can be trained needs") as caught:
+        find(recipe, search.Budget(1 << 20))
+    least = parse_bytes(caught.value.hint.split()[1].rstrip(","), "--memory")
+    assert find(recipe, search.Budget(least))["peak_bytes"] <= least
+    with pytest.raises(DoesNotFitError, match="takes") as caught:
+        find(recipe, search.Budget(math.inf, 1e-9))
+    assert "--time" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"update\.method: sparse"):
+        find(recipe_for(tiny, data, "update.method=lora"), search.Budget(math.inf))
+
+
+COMMAND = ["search", "--set", "train.epochs=1", "--set", "train.batch_rows=4", "--set", "how.threads=1"]
+
+
+def test_the_command_writes_a_recipe_that_can_be_used(tiny: Path, data: Path, tmp_path: Path, edgeft: Edgeft) -> None:
+    out = tmp_path / "my.yaml"
+    given = [*COMMAND, "--model", tiny, "--data", data, "-o", out]
+    result = edgeft(*given, "--memory", "4GiB", "--time", "2h", "--measure", "1s", "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (tmp_path / "my.search.png").read_bytes().startswith(b"\x89PNG")
+    text = out.read_text()
+    assert text.startswith("# Found by `edgeft search` for tiny.gguf")
+    assert "To expect" in text
+    made = config.load_recipe(str(out))
+    assert made.train.epochs == 1
+    chosen = schemes.make(made.update, DEPTH, "llama")
+    assert [[chosen.share(b, t) for t in TENSORS] for b in range(DEPTH)] == found["shares"]
+    there = edgeft(*given)
+    assert there.returncode == RunError.exit_code
+    assert "is there already" in there.stderr
+    shown = edgeft(*COMMAND, "--resume", "-o", out, "--measure", "0s")
+    assert shown.returncode == 0, shown.stderr
+    assert "evolution" in shown.stdout
+    assert "edgeft finetune --recipe" in shown.stdout
+    small = edgeft(*COMMAND, "--model", tiny, "--data", data, "-o", tmp_path / "none.yaml", "--memory", "5MiB")
+    assert small.returncode == 3, small.stderr
+    assert "the least that can be trained" in small.stderr
+    assert not list(tmp_path.glob("none*"))
+    for bad, code in [(["--memory", "much"], 2), (["--resume"], 6)]:
+        refused = edgeft(*COMMAND, "--model", tiny, "--data", data, "-o", tmp_path / "none.yaml", *bad)
+        assert refused.returncode == code, refused.stderr
+        assert "hint:" in refused.stderr
+
+
+def test_killed_and_resumed(tiny: Path, data: Path, tmp_path: Path, edgeft: Edgeft) -> None:
+    """What was measured before is not measured again, and the recipe is the one of a search that was left alone."""
+    out, whole = tmp_path / "my.yaml", tmp_path / "whole.yaml"
+    settings = ["--model", str(tiny), "--data", str(data), "--measure", "1000s", "--set", "train.lr=1e-3"]
+    folder = Path(os.environ["EDGEFT_CACHE"]) / "search"
+
+    def measured() -> dict[str, float]:
+        notes = [json.loads(note.read_text()) for note in folder.glob("*/note.json")] if folder.is_dir() else []
+        return max((note.get("measured", {}) for note in notes if note not in before), key=len, default={})
+
+    before = [json.loads(note.read_text()) for note in folder.glob("*/note.json")] if folder.is_dir() else []
+    command = [sys.executable, "-m", "edgeft", *COMMAND, *settings, "-o", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(measured()) < 3 and time.monotonic() < deadline:
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = measured()
+    assert not out.exists()
+    result = edgeft("search", "--resume", "-o", out, "--json")
+    assert result.returncode == 0, result.stderr
+    found = {trial["name"]: trial["gain"] for trial in json.loads(result.stdout)["measured"]}
+    assert {name: found[name] for name in kept} == kept
+    assert len(found) == 4 * 7 + 2
+    again = edgeft(*COMMAND, *settings, "-o", whole, "--again")
+    assert again.returncode == 0, again.stderr
+    assert whole.read_text() == out.read_text()
+
+
+# ---------------------------------------------------------------- update.blocks: auto
+
+
+def test_auto_finds_what_is_trained_and_keeps_it(tiny: Path, data: Path, tmp_path: Path, edgeft: Edgeft) -> None:
+    folder = tmp_path / "run"
+    sets = [part for s in ("update.blocks=auto", *COMMAND[2::2]) for part in ("--set", s)]
+    call = ["finetune", "--model", tiny, "--data", data, "--out", folder, *sets, "--until", "train", "--json"]
+    result = edgeft(*call)
+    assert result.returncode == 0, result.stderr
+    run = Run.open(folder)
+    assert run.recipe.update.blocks == "auto"
+    assert run.recipe.update.parts
+    assert not run.recipe.update.unknown
+    found = json.loads((folder / "search.json").read_text())
+    assert json.loads(result.stdout)["trained_parameters"] == found["trained_parameters"]
+    rule = dataclasses.replace(run.recipe.update, parts=[], blocks=UpdateConfig().blocks)
+    assert found["trained_parameters"] <= schemes_size(rule)
+    (folder / "done.json").unlink()
+    again = edgeft(*call, "--resume")  # `auto` asked for anew is what was found
+    assert again.returncode == 0, again.stderr
+    assert Run.open(folder).recipe.update.parts == run.recipe.update.parts
+
+
+def schemes_size(update: UpdateConfig) -> int:
+    from edgeft import plan
+
+    shape = plan.Shape(DEPTH, WIDTH, WIDTH, 32, FFN, 49152, 32, "silu", 0)
+    return plan.trained_parameters(shape, schemes.make(update, DEPTH, "llama"))
+
+
+def test_auto_is_a_part_of_the_recipe() -> None:
+    assert UpdateConfig(blocks="auto").unknown
+    assert not UpdateConfig(blocks="auto", parts=[PartConfig([1])]).unknown
+    assert schemes.parse_blocks("auto", 30) == schemes.parse_blocks("10%-67%", 30)
