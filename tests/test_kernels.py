@@ -17,8 +17,7 @@ from edgeft.model.kernels import Plan, heads
 from edgeft.model.stack import Batch, Stack, load
 from edgeft.run import Run
 from edgeft.sparse import scheme as schemes
-from edgeft.train import engine
-from edgeft.train import optimizer
+from edgeft.train import engine, optimizer
 from edgeft.train.progress import Progress
 from tests.test_attention import forest
 from tests.test_tree import ROWS
