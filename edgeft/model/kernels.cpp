@@ -194,8 +194,14 @@ static void hide(const Piece &p, const Tree &t, long keys, long pad, float *scor
     for (long m = 0; m < p.asked; m++) {
         float *row = scores + m * pad;
         int32_t i = t.queries[p.query + m];
-        for (long j = p.start; j < p.start + p.own; j++)
-            if (j > i || i >= j + t.size[j]) row[p.above + j - p.start] = -INFINITY;
+        float *own = row + p.above;
+        const int32_t *size = t.size + p.start;
+        const int32_t from = i - p.start;
+#pragma omp simd
+        for (int32_t j = 0; j < p.own; j++) {  // without a branch: several at a time
+            float x = own[j];
+            own[j] = (j > from) | (from >= j + size[j]) ? -INFINITY : x;
+        }
         for (long k = keys; k < pad; k++) row[k] = -INFINITY;
     }
 }
