@@ -12,7 +12,7 @@ from edgeft.model.stack import Stack
 from edgeft.plan import Shape
 from edgeft.sparse.contribution import Inputs, Sample, opened
 from edgeft.sparse.scheme import Scheme
-from edgeft.train.optimizer import Optimizer
+from edgeft.train import optimizer as optimizers
 from edgeft.work import step_flops
 
 STEPS = 6  # one part of the sample each
@@ -39,7 +39,7 @@ class Trials:
         """By how much the held-out loss falls."""
         parts = self.sample.parts
         with opened(self.stack, scheme) as parameters:
-            optimizer = Optimizer(parameters, self.train, self.how)
+            optimizer = optimizers.make(parameters, self.train, self.how, self.stack.kernels)
             optimizer.set_rate(self.lr)
             for step in range(STEPS):
                 place = step % len(parts)
