@@ -98,7 +98,7 @@ def mounts(root: Path = ROOT) -> list[Mount]:
     return found
 
 
-def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+def control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     """(version, folder) of this process's control groups for `memory` or `cpu`, from its own one up to the top."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -125,7 +125,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
                 yield version, base.joinpath(*parts[:depth])
 
 
-def _stat(path: Path, name: str) -> int | None:
+def stat_value(path: Path, name: str) -> int | None:
     for line in read_text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.isdigit():
@@ -165,16 +165,16 @@ def memory(root: Path = ROOT) -> Memory:
         physical, available = int(seen.total), int(seen.available)
 
     limit = physical
-    for version, group in _groups(root, "memory"):
+    for version, group in control_groups(root, "memory"):
         if version == 2:
             # Above memory.high a process is slowed down until it stands still: for us the same as a limit.
             limits = [read_int(group / "memory.max"), read_int(group / "memory.high")]
-            used, cache = read_int(group / "memory.current"), _stat(group / "memory.stat", "inactive_file")
+            used, cache = read_int(group / "memory.current"), stat_value(group / "memory.stat", "inactive_file")
         else:
             # hierarchical_memory_limit also knows the parents that a container cannot see.
             stat = group / "memory.stat"
-            limits = [read_int(group / "memory.limit_in_bytes"), _stat(stat, "hierarchical_memory_limit")]
-            used, cache = read_int(group / "memory.usage_in_bytes"), _stat(stat, "total_inactive_file")
+            limits = [read_int(group / "memory.limit_in_bytes"), stat_value(stat, "hierarchical_memory_limit")]
+            used, cache = read_int(group / "memory.usage_in_bytes"), stat_value(stat, "total_inactive_file")
         here = min((n for n in limits if n is not None and n > 0), default=physical)
         if here < physical:
             limit = min(limit, here)
@@ -193,7 +193,7 @@ def allowed_cpus() -> set[int]:
 def cpu_quota(root: Path = ROOT) -> float | None:
     """CPUs' worth of time that the control groups grant, None when they set no limit."""
     quota = math.inf
-    for version, group in _groups(root, "cpu"):
+    for version, group in control_groups(root, "cpu"):
         if version == 2:
             share, _, period = read_text(group / "cpu.max").partition(" ")  # "150000 100000" or "max 100000"
         else:
