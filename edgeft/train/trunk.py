@@ -6,7 +6,6 @@ The file is good for exactly one set of frozen weights, cut, set of tokens and f
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import time
 import zlib
@@ -22,7 +21,8 @@ from edgeft import cache
 from edgeft.cache import model_id as model_id
 from edgeft.data.tree import Forest
 from edgeft.errors import ModelError, RunError
-from edgeft.model import ggml, is_gguf
+from edgeft.model import ggml, gguf, is_gguf
+from edgeft.model.packed import PackedLinear
 from edgeft.model.stack import Batch, Stack
 from edgeft.run import Run, sweep, writing
 from edgeft.train.progress import Progress
@@ -495,16 +495,7 @@ class _Maker:
 
 def let_go(stack: Stack, start: int, stop: int) -> None:
     """Weights of these blocks that are mapped from their file leave this process's memory until they are read again."""
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return
     for block in stack.layers[start:stop]:
         for module in block.modules():
-            data = getattr(getattr(module, "packed", None), "data", None)
-            mapped = getattr(data, "_mmap", None)  # numpy's: none for a copy in memory
-            if not isinstance(data, np.ndarray) or not isinstance(mapped, mmap.mmap) or not data.nbytes:
-                continue
-            offset = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
-            begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: the edges may be a neighbour's
-            end = (offset + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            if begin < end:
-                mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            if isinstance(module, PackedLinear):
+                gguf.let_go(module.packed.data)
