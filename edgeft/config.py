@@ -23,6 +23,7 @@ from edgeft.errors import ConfigError
 
 MAX_YAML_BYTES = 256 << 10  # read in some seconds even on a slow board
 TENSORS = ("q", "k", "v", "o", "gate", "up", "down")
+CHANNELS = (1.0, 0.5, 0.25, 0.125)
 
 
 def knob(
@@ -63,12 +64,39 @@ class DataConfig:
 
 
 @dataclass
+class PartConfig:
+    """One entry of `update.parts`."""
+
+    blocks: Any = knob(None, "as update.blocks")
+    tensors: list[str] = knob(list(TENSORS), "linear tensors of these blocks", choices=TENSORS)
+    channels: float = knob(
+        1.0, "as update.channels; 0: their weights stay as they are, for biases alone", choices=(0.0, *CHANNELS)
+    )
+    biases: bool = knob(False, "add and train biases of these tensors")
+    norms: bool = knob(False, "train the RMSNorm weights of these blocks")
+
+
+@dataclass
 class UpdateConfig:
     method: str = knob(
         "sparse", "sparse: the chosen tensors themselves; lora: PEFT adapters on them", choices=("sparse", "lora")
     )
     blocks: Any = knob("10%-67%", "6 = top six; '11-19'; [3, 7]; '10%-67%' of the depth; 'all'")
     tensors: list[str] = knob(list(TENSORS), "linear tensors of these blocks", choices=TENSORS)
+    channels: float = knob(
+        1.0, "share of each weight's input channels that is trained; no gradient of the others", choices=CHANNELS
+    )
+    choose: str = knob(
+        "weight",
+        "which channels: weight: those with the largest weights; gradient: with the largest gradients, by a backward "
+        "pass over a few rows before training; first: the first ones",
+        choices=("weight", "gradient", "first"),
+    )
+    parts: list[PartConfig] = knob(
+        [],
+        "a list of {blocks, tensors, channels, biases, norms}, in place of the single ones above and below; a later "
+        "entry counts where two name the same tensor of a block",
+    )
     biases: bool = knob(
         False, "add and train biases of the chosen tensors, where the architecture has a place for them"
     )
@@ -274,7 +302,10 @@ def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
             value = [part.strip() for part in value.strip("[]").split(",") if part.strip()]
         if not isinstance(value, list):
             raise bad
-        return [_coerce(item, typing.get_args(hint)[0], key, meta) for item in value]
+        item_type = typing.get_args(hint)[0]
+        if dataclasses.is_dataclass(item_type):
+            return [build(typing.cast(type, item_type), item, f"{key}.{n}") for n, item in enumerate(value)]
+        return [_coerce(item, item_type, key, meta) for item in value]
     if typing.get_origin(hint) is dict:
         if not isinstance(value, dict):
             raise bad

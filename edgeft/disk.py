@@ -51,13 +51,10 @@ def exported_bytes(source: str, shape: Shape, scheme: Scheme, type_name: str) ->
     check_type(type_name)
     base = GGUF.open(source)
     total = base.path.stat().st_size
-    if scheme.weights or scheme.method == "lora":
-        for name in (
-            f"blk.{block}.{LINEARS[tensor][1]}.weight" for block in scheme.blocks for tensor in scheme.tensors
-        ):
-            info = base.tensors[name]
-            cols, rows = info.shape
-            total += rows * ggml.row_bytes(chosen_type(info, type_name), cols) - info.nbytes
+    for block, tensor in scheme.shares:
+        info = base.tensors[f"blk.{block}.{LINEARS[tensor][1]}.weight"]
+        cols, rows = info.shape
+        total += rows * ggml.row_bytes(chosen_type(info, type_name), cols) - info.nbytes
     return total
 
 

@@ -15,6 +15,7 @@ from edgeft.errors import ConfigError, DoesNotFitError
 from edgeft.model import LOGITS_BYTES, compiled, is_gguf
 from edgeft.model.gguf import GGUF
 from edgeft.model.header import header_values, plain_rotation
+from edgeft.sparse.scheme import channel_count
 
 if TYPE_CHECKING:
     from edgeft.sparse.scheme import Scheme
@@ -97,15 +98,16 @@ def shape_of(source: str, frozen: str) -> Shape:
 
 
 def trained_parameters(shape: Shape, scheme: Scheme) -> int:
-    per_block = 0
-    for tensor in scheme.tensors:
-        rows, cols = shape.linear(tensor)
-        if scheme.method == "lora":
-            per_block += scheme.rank * (rows + cols)
-        elif scheme.weights:
-            per_block += rows * cols
-        per_block += rows if tensor in scheme.biases else 0
-    return len(scheme.blocks) * (per_block + (2 * shape.width if scheme.norms else 0))
+    total = 2 * shape.width * sum(map(scheme.normed, scheme.blocks))
+    for block in scheme.blocks:
+        for tensor, rows, cols in shape.linears():
+            share = scheme.share(block, tensor)
+            if share and scheme.method == "lora":
+                total += scheme.rank * (rows + cols)
+            elif share:
+                total += rows * channel_count(share, cols)
+            total += rows if scheme.biased(block, tensor) else 0
+    return total
 
 
 def estimate(shape: Shape, scheme: Scheme, how: HowConfig, longest: int) -> dict[str, int]:
@@ -128,7 +130,8 @@ def estimate(shape: Shape, scheme: Scheme, how: HowConfig, longest: int) -> dict
         # activation, up, and what down reads
         kept = 4 * w + shape.query * 3 + shape.key * 2 + 4 * f
         if lora:  # every adapter keeps its input, and what is between its matrices
-            kept += len(scheme.tensors) * (scheme.rank + w // 2)
+            adapters = max(sum(scheme.share(block, name) > 0 for name in TENSORS) for block in scheme.blocks)
+            kept += adapters * (scheme.rank + w // 2)
     activations = tokens * 4 * (top * w + 2 * kept if how.recompute else (top + 1) * kept)
     return {
         "libraries": (LEAN_BYTES if kernels and not lora and shape.lean else LIBRARIES_BYTES)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgeft.sparse.scheme import channel_count
+
 if TYPE_CHECKING:
     from edgeft.plan import Shape
     from edgeft.sparse.scheme import Scheme
@@ -32,11 +34,11 @@ def step_flops(
     above = 2.0 * whole * tokens * max(0, between - 1) + last + 2.0 * (whole - below) * tokens
     updated = 0.0
     for number in scheme.blocks:
-        for name in scheme.tensors:
+        for name, outputs, inputs in shape.linears():
+            share = scheme.share(number, name)
             rows = asked if number == shape.depth - 1 and name not in ("k", "v") else tokens
-            if scheme.method == "lora":  # forward, input gradient and weight gradient of both small matrices
-                outputs, inputs = shape.linear(name)
+            if share and scheme.method == "lora":  # forward, input gradient and weight gradient of both small matrices
                 updated += 6.0 * scheme.rank * (outputs + inputs) * rows
-            elif scheme.weights:
-                updated += 2.0 * sizes[name] * rows
+            elif share:
+                updated += 2.0 * outputs * channel_count(share, inputs) * rows
     return forward + above + updated + (1 + ATTENTION_BACK) * attention + 2 * head

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from edgeft.config import UpdateConfig
+from edgeft.config import UpdateConfig, build
 from edgeft.errors import ConfigError
+from edgeft.model.header import LINEARS
 from edgeft.model.stack import load
 from edgeft.sparse import scheme
 
@@ -45,8 +46,8 @@ def test_blocks_that_cannot_be(spec: Any) -> None:
 
 def test_biases_only_where_llama_cpp_reads_them() -> None:
     both = UpdateConfig(biases=True)
-    assert scheme.make(both, 4, "llama").biases == ("q", "k", "v", "o", "gate", "up", "down")
-    assert scheme.make(both, 4, "qwen2").biases == ("q", "k", "v")
+    assert [t for t in LINEARS if scheme.make(both, 4, "llama").biased(2, t)] == list(LINEARS)
+    assert [t for t in LINEARS if scheme.make(both, 4, "qwen2").biased(2, t)] == ["q", "k", "v"]
     with pytest.raises(ConfigError, match="no biases"):
         scheme.make(both, 4, "qwen3")
 
@@ -56,6 +57,51 @@ def test_a_recipe_that_updates_nothing_is_refused() -> None:
         scheme.make(UpdateConfig(weights=False), 4, "llama")
     with pytest.raises(ConfigError, match="updates nothing"):
         scheme.make(UpdateConfig(tensors=[]), 4, "llama")
+
+
+def test_parts_stand_in_place_of_the_single_ones_and_later_ones_count() -> None:
+    update = build(
+        UpdateConfig,
+        {
+            "blocks": "all",
+            "channels": 0.5,
+            "parts": [
+                {"blocks": "2-4", "tensors": ["q", "down"], "channels": 0.25, "norms": True},
+                {"blocks": [4], "tensors": ["down"], "channels": 1, "biases": True},
+                {"blocks": [7], "tensors": ["o"], "channels": 0, "biases": True},
+            ],
+        },
+        "update",
+    )
+    chosen = scheme.make(update, 10, "llama")
+    assert chosen.blocks == (2, 3, 4, 7)
+    assert chosen.cut == 2
+    assert [chosen.share(b, "down") for b in range(2, 6)] == [0.25, 0.25, 1.0, 0.0]
+    assert [chosen.share(b, "q") for b in (1, 2, 4, 7)] == [0.0, 0.25, 0.25, 0.0]
+    assert (chosen.biased(4, "down"), chosen.biased(3, "down"), chosen.biased(7, "o")) == (True, False, True)
+    assert [b for b in range(10) if chosen.normed(b)] == [2, 3, 4]
+    with pytest.raises(ConfigError, match=r"update\.parts\.0\.chanels"):
+        build(UpdateConfig, {"parts": [{"blocks": 1, "chanels": 1}]}, "update")
+    with pytest.raises(ConfigError, match=r"update\.parts\.0\.channels"):
+        build(UpdateConfig, {"parts": [{"blocks": 1, "channels": 0.3}]}, "update")
+    with pytest.raises(ConfigError, match="blocks"):
+        scheme.make(build(UpdateConfig, {"parts": [{"tensors": ["q"]}]}, "update"), 10, "llama")
+
+
+@pytest.mark.parametrize(
+    ("share", "inputs", "count"),
+    [
+        (1, 576, 576),
+        (0.5, 576, 288),
+        (0.25, 576, 160),
+        (0.125, 576, 64),
+        (0.25, 1536, 384),
+        (0.5, 64, 32),
+        (0.125, 64, 8),
+    ],
+)
+def test_channels_come_in_groups_of_32(share: float, inputs: int, count: int) -> None:
+    assert scheme.channel_count(share, inputs) == count
 
 
 @pytest.mark.parametrize(

@@ -28,23 +28,28 @@ def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
     if scheme.biases or scheme.norms:
         raise ExportError("this run trained biases or norms beside its adapters, which PEFT's file cannot hold", hint)
     tensors = {}
-    for number in scheme.blocks:
-        for tensor in scheme.tensors:
-            module: Any = stack.linear(number, tensor)
-            prefix = f"base_model.model.model.layers.{number}.{LINEARS[tensor][0]}"
-            for part in ("lora_A", "lora_B"):
-                weight = getattr(module, part)["default"].weight
-                tensors[f"{prefix}.{part}.weight"] = weight.detach().float().contiguous()
+    for number, tensor in scheme.shares:
+        module: Any = stack.linear(number, tensor)
+        prefix = f"base_model.model.model.layers.{number}.{LINEARS[tensor][0]}"
+        for part in ("lora_A", "lora_B"):
+            weight = getattr(module, part)["default"].weight
+            tensors[f"{prefix}.{part}.weight"] = weight.detach().float().contiguous()
+    names = {tensor for _, tensor in scheme.shares}
+    where: dict[str, Any] = {
+        "target_modules": [LINEARS[name][0].rpartition(".")[2] for name in LINEARS if name in names],
+        "layers_to_transform": list(scheme.blocks),
+        "layers_pattern": "layers",
+    }
+    if len(scheme.shares) < len(names) * len(scheme.blocks):  # not the same tensors in every block
+        where = {"target_modules": [f"layers.{number}.{LINEARS[tensor][0]}" for number, tensor in scheme.shares]}
     config = LoraConfig(
         r=scheme.rank,
         lora_alpha=scheme.alpha,  # type: ignore[arg-type]
         lora_dropout=0.0,
-        target_modules=[LINEARS[tensor][0].rpartition(".")[2] for tensor in scheme.tensors],
-        layers_to_transform=list(scheme.blocks),
-        layers_pattern="layers",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         inference_mode=True,
+        **where,
     )
     with new_folder(Path(out)) as folder:
         save(tensors, folder / "adapter_model.safetensors")

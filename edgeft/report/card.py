@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgeft.config import TENSORS
 from edgeft.report import words
 from edgeft.report.page import commands
 from edgeft.report.story import Story
@@ -10,7 +11,8 @@ from edgeft.report.story import Story
 def card(story: Story) -> str:
     update = story.recipe.update
     blocks = story.scheme.get("blocks") or []
-    what = f"{', '.join(update.tensors)} of " if update.weights else ""
+    named = {tensor for part in update.parts or [update] for tensor in part.tensors if part.channels}
+    what = f"{', '.join(tensor for tensor in TENSORS if tensor in named)} of " if update.weights else ""
     where = f"{what}blocks {blocks[0]} to {blocks[-1]}" if blocks else f"{what}blocks {update.blocks}"
     lines = [
         f"# {story.name}",

@@ -18,6 +18,7 @@ from edgeft.errors import EdgeftError
 from edgeft.model import demo_model, is_gguf
 from edgeft.model.gguf import GGUF
 from edgeft.run import Run
+from edgeft.sparse import scheme as schemes
 
 ROWS = ("q", "k", "v", "o", "gate", "up", "down", "norms", "biases")  # of the map of tensors
 NAMES = {
@@ -207,11 +208,11 @@ def tensor_map(run: Run, origin: Path | None, scheme: dict[str, Any]) -> Map | N
         if origin is not None and run.model.is_file():
             return compare_files(GGUF.open(origin), GGUF.open(run.model))
         if run.model.is_file() and scheme.get("blocks"):
-            depth = int(GGUF.open(run.model).need("block_count"))
-            update = run.recipe.update
-            rows = (list(update.tensors) if update.weights else []) + (["norms"] if update.norms else [])
-            rows += ["biases"] if update.biases else []
-            return Map(depth, {(b, row): None for b in scheme["blocks"] for row in rows}, measured=False)
+            tuned = GGUF.open(run.model)
+            depth = int(tuned.need("block_count"))
+            chosen = schemes.make(run.recipe.update, depth, tuned.arch)
+            keys = [*chosen.shares, *((b, "norms") for b in chosen.norms), *((b, "biases") for b, _ in chosen.biases)]
+            return Map(depth, dict.fromkeys(keys), measured=False)
     except (EdgeftError, KeyError, OSError):
         pass  # a report without its map is better than none
     return None

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from edgeft.config import UpdateConfig
+from edgeft.config import PartConfig, UpdateConfig
 from edgeft.errors import ConfigError
 from edgeft.model.header import BIASES, LINEARS, NORMS
 
@@ -25,19 +26,43 @@ BLOCKS_HINT = "`6` is the top six, `11-19` a range, `[3, 7]` single ones, `37%-6
 
 @dataclass(frozen=True)
 class Scheme:
+    """What is trained, by block and tensor; nothing else is."""
+
     method: str  # sparse or lora
-    blocks: tuple[int, ...]
-    tensors: tuple[str, ...]
-    weights: bool
-    biases: tuple[str, ...]
-    norms: bool
+    shares: dict[tuple[int, str], float]  # of a weight's input channels, by (block, tensor): above 0
+    biases: frozenset[tuple[int, str]] = frozenset()
+    norms: frozenset[int] = frozenset()  # blocks
+    choose: str = "weight"  # how channels are chosen where a share is below 1
     rank: int = 0
     alpha: float = 0.0
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Those in which anything is trained, ascending."""
+        return tuple(sorted({block for block, _ in (*self.shares, *self.biases)} | self.norms))
 
     @property
     def cut(self) -> int:
         """The lowest trained block; all below it is the trunk."""
-        return min(self.blocks)
+        return self.blocks[0]
+
+    def share(self, block: int, tensor: str) -> float:
+        """Of the input channels of this weight, how much is trained: 0 = frozen. LoRA's adapters see all of them."""
+        return self.shares.get((block, tensor), 0.0)
+
+    def biased(self, block: int, tensor: str) -> bool:
+        return (block, tensor) in self.biases
+
+    def normed(self, block: int) -> bool:
+        return block in self.norms
+
+
+def channel_count(share: float, inputs: int) -> int:
+    """Input channels that are trained: whole groups of 32, as packed weights have, where any fit."""
+    if share >= 1:
+        return inputs
+    count = max(1, round(share * inputs))
+    return min(inputs, (count + 16) // 32 * 32) or count
 
 
 def parse_blocks(spec: Any, depth: int) -> tuple[int, ...]:
@@ -84,30 +109,45 @@ def _one(item: Any, depth: int, single: bool) -> range:
 
 def make(update: UpdateConfig, depth: int, arch: str) -> Scheme:
     """The scheme that a recipe means for a model of this depth and architecture."""
-    biases: tuple[str, ...] = ()
-    if update.biases:
-        biases = tuple(t for t in update.tensors if t in BIASES[arch])
-        if not biases:
-            able = ", ".join(BIASES[arch]) or "none"
+    parts = update.parts or [PartConfig(update.blocks, update.tensors, update.channels, update.biases, update.norms)]
+    shares: dict[tuple[int, str], float] = {}
+    biases: set[tuple[int, str]] = set()
+    norms: set[int] = set()
+    for part in parts:
+        able = [tensor for tensor in part.tensors if tensor in BIASES[arch]]
+        if part.biases and not able:
             raise ConfigError(
-                f"llama.cpp reads no biases for these tensors of a `{arch}` model (it reads: {able})",
+                f"llama.cpp reads no biases for these tensors of a `{arch}` model "
+                f"(it reads: {', '.join(BIASES[arch]) or 'none'})",
                 "use `--set update.biases=false`, and `--set update.weights=true` or `--set update.norms=true`",
             )
+        for block in parse_blocks(part.blocks, depth):
+            for tensor in part.tensors:
+                shares[block, tensor] = part.channels if update.weights else 0.0
+                biases.discard((block, tensor))
+            biases |= {(block, tensor) for tensor in able if part.biases}
+            norms |= {block} if part.norms else set()
     scheme = Scheme(
         method=update.method,
-        blocks=parse_blocks(update.blocks, depth),
-        tensors=tuple(t for t in LINEARS if t in update.tensors),
-        weights=update.weights,
-        biases=biases,
-        norms=update.norms,
+        shares={(b, t): shares[b, t] for b, t in sorted(shares, key=_place) if shares[b, t]},
+        biases=frozenset(biases),
+        norms=frozenset(norms),
+        choose=update.choose,
         rank=update.rank,
         alpha=update.alpha,
     )
-    if not ((scheme.weights and scheme.tensors) or scheme.biases or scheme.norms):
+    if not scheme.blocks:
         raise ConfigError("the recipe updates nothing", "turn on update.weights, update.biases or update.norms")
-    if scheme.method == "lora" and not (scheme.weights and scheme.tensors):
-        raise ConfigError("`update.method: lora` needs update.weights and update.tensors")
+    if scheme.method == "lora":
+        if not scheme.shares:
+            raise ConfigError("`update.method: lora` needs update.weights and update.tensors")
+        if min(scheme.shares.values()) < 1:
+            raise ConfigError("LoRA's adapters see all input channels", "use `--set update.channels=1`")
     return scheme
+
+
+def _place(key: tuple[int, str]) -> tuple[int, int]:
+    return key[0], list(LINEARS).index(key[1])
 
 
 def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
@@ -121,21 +161,20 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
         parameter.requires_grad_(False)
     for number in scheme.blocks:
         block = stack.layers[number]
-        for tensor in scheme.tensors:
-            path = LINEARS[tensor][0]
+        for tensor, (path, _) in LINEARS.items():
             module: Any = block.get_submodule(path)
-            if scheme.weights and scheme.method == "sparse":
+            if scheme.share(number, tensor) and scheme.method == "sparse":
                 linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
                 linear.weight = nn.Parameter(weight_of(module))
                 linear.bias = module.bias
                 _set(block, path, linear)
                 module = linear
-            if tensor in scheme.biases:
+            if scheme.biased(number, tensor):
                 start = (
                     torch.zeros(module.out_features) if module.bias is None else module.bias.detach().float().clone()
                 )
                 module.bias = nn.Parameter(start)
-        if scheme.norms:
+        if scheme.normed(number):
             for name in NORMS:
                 try:
                     norm: Any = block.get_submodule(name)
@@ -151,13 +190,12 @@ def _inject_lora(stack: Stack, scheme: Scheme, seed: int) -> None:
     import torch
     from peft import LoraConfig, inject_adapter_in_model
 
-    names = "|".join(re.escape(LINEARS[t][0]) for t in scheme.tensors)
-    numbers = "|".join(str(n) for n in scheme.blocks)
+    names = "|".join(re.escape(f"{block}.{LINEARS[tensor][0]}") for block, tensor in scheme.shares)
     config = LoraConfig(
         r=scheme.rank,
         lora_alpha=scheme.alpha,  # type: ignore[arg-type]
         lora_dropout=0.0,
-        target_modules=rf"layers\.({numbers})\.({names})",
+        target_modules=rf"layers\.({names})",
     )
     kept = [p for p in stack.model.parameters() if p.requires_grad]
     with torch.random.fork_rng(devices=[]):
@@ -176,19 +214,20 @@ def updated(stack: Stack, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
 
     for number in scheme.blocks:
         block = stack.layers[number]
-        for tensor in scheme.tensors:
-            name = f"layers.{number}.{LINEARS[tensor][0]}"
-            module: Any = block.get_submodule(LINEARS[tensor][0])
-            if scheme.method == "lora":
+        for tensor, (path, _) in LINEARS.items():
+            name = f"layers.{number}.{path}"
+            module: Any = block.get_submodule(path)
+            share = scheme.share(number, tensor)
+            if share and scheme.method == "lora":
                 down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
                 base = module.base_layer
                 yield f"{name}.weight", weight_of(base) + module.scaling["default"] * (up @ down).detach()
                 module = base
-            elif scheme.weights:
+            elif share:
                 yield f"{name}.weight", module.weight.detach()
-            if tensor in scheme.biases:
+            if scheme.biased(number, tensor):
                 yield f"{name}.bias", module.bias.detach()
-        if scheme.norms:
+        if scheme.normed(number):
             for norm in NORMS:
                 try:
                     yield f"layers.{number}.{norm}.weight", block.get_submodule(norm).weight.detach()  # type: ignore[operator]
