@@ -153,7 +153,7 @@ def make_plan(run: Run, shape: Shape, scheme: Scheme, longest: int, budget_bytes
 
 def choose_engine(run: Run, shape: Shape, scheme: Scheme, rows: list[Encoded], progress: Progress) -> Engine:
     from edgeft.train import engine
-    from edgeft.train.loop import Schedule
+    from edgeft.train.schedule import Schedule
     from edgeft.work import step_flops
 
     tokens, targets = sum(len(r.ids) for r in rows), sum(int(r.trained.sum()) for r in rows)
