@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from edgeft.model import LOGITS_BYTES, ggml
+from edgeft.model import LOGITS_BYTES, ggml, spare
 from edgeft.model.gguf import let_go
 
 if TYPE_CHECKING:
@@ -38,16 +38,6 @@ _scratch = _Scratch()
 _halves = _Scratch()  # of what is unpacked to float32 first
 _logits = _Scratch()
 _bytes = _Scratch()  # packed rows that are put in order
-
-
-class _Spare:
-    """Whether the pages of mapped weights leave memory after every use. They are then read again from the system's
-    cache, if that has room for them, or from the disk."""
-
-    on = False
-
-
-spare = _Spare()
 
 
 def tensor_of(data: np.ndarray) -> torch.Tensor:

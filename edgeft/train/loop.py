@@ -23,7 +23,8 @@ from torch import nn
 from edgeft.config import TrainConfig
 from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest, epoch_order
-from edgeft.errors import DamagedError, EdgeftError, StoppedError
+from edgeft.errors import DamagedError, EdgeftError, RunError, StoppedError
+from edgeft.model import spare
 from edgeft.model.block import padded
 from edgeft.model.pool import pool
 from edgeft.model.stack import Batch, Stack
@@ -227,6 +228,7 @@ class Trainer:
             if found is None:
                 raise self._stopped()
             self.trunk = found
+            spare.trim()
             self._restore()
             self._fit(lambda: self.governor.between(self._save_before_pause))
 
@@ -338,9 +340,8 @@ class Trainer:
         goes back to the same. AdamW begins anew, since what it remembers led here.
         """
         good = self.run.best if self.best_step else checkpoint.name(self.run.checkpoints, 0)
-        tensors, _ = checkpoint.read(good)
-        self._set_weights(tensors)
         self.optimizer.forget()
+        self._check_names(checkpoint.read(good, checkpoint.into(self.parameters))[0])
         self.step = self.best_step
         self.guard.back()
         self._write()
@@ -350,10 +351,10 @@ class Trainer:
         self.progress.stage("train", self.schedule.steps)
         self.progress.advance(self.step)
 
-    def _set_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(tensors[name])
+    def _check_names(self, tensors: dict[str, torch.Tensor]) -> None:
+        missing = self.parameters.keys() - tensors.keys()
+        if missing:
+            raise EdgeftError(f"a checkpoint of {self.run.path} lacks {min(missing)}", "it is of another recipe")
 
     # ------------------------------------------------ stopping and going on
 
@@ -392,11 +393,11 @@ class Trainer:
 
     def _restore(self) -> None:
         tell = damage(self.run, self.progress)
-        found = checkpoint.newest(self.run.checkpoints, tell)
+        found = checkpoint.newest(self.run.checkpoints, tell, checkpoint.into(self.parameters))
         if found is None:
             return
         tensors, state = found
-        self._set_weights(tensors)
+        self._check_names(tensors)
         self.optimizer.restore(tensors, state["optimizer"])
         self.step = int(state["step"])
         self.best_loss = math.inf if state["best_loss"] is None else float(state["best_loss"])
@@ -406,7 +407,7 @@ class Trainer:
         self.guard = Guard(**state["guard"])
         if self.best_step:
             try:
-                checkpoint.best(self.run, self.best_step, tell)
+                checkpoint.best(self.run, self.best_step, tell, checkpoint.nowhere)
             except DamagedError as error:
                 tell(self.run.best, f"{error.message}; the best of the steps from here on is kept")
                 self.best_loss, self.best_step = math.inf, 0
@@ -433,13 +434,14 @@ def damage(run: Run, progress: Progress) -> checkpoint.Tell:
 def load_trained(parameters: dict[str, nn.Parameter], run: Run, progress: Progress) -> dict[str, Any]:
     """The best checkpoint's tensors into a stack that has the scheme applied."""
     done = run.read_json(run.done) or {}
-    tensors, state = checkpoint.best(run, int(done.get("best_step", 0)), damage(run, progress))
+    wrong = f"{run.best} is not of this model and recipe", "export with the model that the run was made with"
     try:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors[name])
-    except (KeyError, RuntimeError):  # a tensor that is not there, or of another shape
-        raise DamagedError(
-            f"{run.best} is not of this model and recipe", "export with the model that the run was made with"
-        ) from None
+        place = checkpoint.into(parameters)
+        tensors, state = checkpoint.best(run, int(done.get("best_step", 0)), damage(run, progress), place)
+    except RunError:
+        raise
+    except EdgeftError:  # a tensor of another shape
+        raise DamagedError(*wrong) from None
+    if parameters.keys() - tensors.keys():
+        raise DamagedError(*wrong)
     return state
