@@ -77,7 +77,7 @@ def test_a_larger_vocabulary_is_filled_up_and_types_have_their_sizes(tmp_path: P
     records = make_model.vocabulary(GGUF.open(model), 60_000)
     assert sum(b"<|unused_" in record for record in records) == 1
     shape = make_model.Shape(1, 64, 2, 1, 64, 300, 64)
-    with pytest.raises(EdgeftError, match="300 tokens are fewer than 256"):
+    with pytest.raises(EdgeftError, match="200 tokens are fewer"):
         make_model.vocabulary(GGUF.open(model), 200)
     for name in make_model.TYPES:
         for tensor in make_model.tensors(shape, name, seed=1):
@@ -218,7 +218,7 @@ def test_the_check_of_an_export_runs_through_the_kernels(tiny: Path, tmp_path: P
     stack.kernels = stack.head.kernels = kernels.load()
     chosen = scheme.make(UpdateConfig(blocks=2, tensors=["q", "up"]), stack.depth, stack.arch)
     for parameter in scheme.apply(stack, chosen, 0).values():
-        parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     tokenizer = GgufTokenizer(tiny)
     rows = [row(tokenizer.encode(text)) for text in (TEXT, TEXT[::-1], TEXT.upper())]
     out = tmp_path / "out.gguf"
@@ -227,7 +227,7 @@ def test_the_check_of_an_export_runs_through_the_kernels(tiny: Path, tmp_path: P
     bad = compare(tiny, stack, rows, tokenizer, threads=1)  # without the update
     assert good.rows == 3
     assert good.same_ids
-    assert good.mean_kl < 0.01 < bad.mean_kl
+    assert good.mean_kl < 0.01 < 0.1 < bad.mean_kl
 
 
 # ---------------------------------------------------------------- scoring in little memory

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from edgeft.model import LOGITS_BYTES, ggml, spare
-from edgeft.model.gguf import let_go
+from edgeft.model.gguf import fetch, let_go
 
 if TYPE_CHECKING:
     from edgeft.model.kernels import Kernels
@@ -60,6 +60,8 @@ class Packed:
 
     def stored(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Packed rows [start, stop) in order; valid until the next call for any matrix."""
+        if spare.on:
+            fetch(self.data if self.order is not None else self.data[start:stop])
         if self.order is None:
             return self.data[start:stop]
         order = self.order[start:stop]
