@@ -182,8 +182,8 @@ class HowConfig:
     )
     optimizer_state: str = knob(
         "fp32",
-        "AdamW's moments; 8bit: a quarter of the memory, by bitsandbytes, slow on most CPUs",
-        choices=("fp32", "8bit"),
+        "AdamW's moments: 8, 4 or 2 bytes a trained number; in fewer bits they are rounded by chance, right on average",
+        choices=("fp32", "bf16", "8bit"),
     )
     step_in_place: bool = knob(
         False,

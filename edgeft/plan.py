@@ -24,6 +24,7 @@ LIBRARIES_BYTES = 480 << 20  # Python, torch, transformers and the trainer's own
 HALF_BYTES = 130 << 20  # code that the library makes for bf16 products, see block.padded
 LEAN_BYTES = 300 << 20  # the same without transformers
 MIB = 2**20
+STATE_BYTES = {"fp32": 8, "bf16": 4, "8bit": 2.04}  # AdamW's two moments of a trained number
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def estimate(shape: Shape, scheme: Scheme, how: HowConfig, longest: int) -> dict
         "packed weights": shape.file_bytes,
         "trained weights": 4 * trained,
         "gradients": 4 * trained,
-        "optimiser state": 8 * trained,
+        "optimiser state": int(STATE_BYTES[how.optimizer_state] * trained),
         "saved activations": activations,
         "logits": min(LOGITS_BYTES, tokens * 4 * shape.vocabulary),
         "unpack scratch": 4 * max(shape.ffn * shape.width, min(8192, shape.vocabulary) * shape.width),

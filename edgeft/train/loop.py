@@ -32,10 +32,9 @@ from edgeft.plan import shape_of_config
 from edgeft.run import Run
 from edgeft.sparse.scheme import Scheme
 from edgeft.stage import peak_bytes
-from edgeft.train import checkpoint, trunk
+from edgeft.train import checkpoint, optimizer, trunk
 from edgeft.train.governor import Governor
 from edgeft.train.guard import Guard
-from edgeft.train.optimizer import Optimizer
 from edgeft.train.progress import Progress
 from edgeft.work import step_flops
 
@@ -131,7 +130,7 @@ class Trainer:
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))
         self.schedule = Schedule(len(train), run.recipe.train, stack.width)
-        self.optimizer = Optimizer(parameters, run.recipe.train, how)
+        self.optimizer = optimizer.make(parameters, run.recipe.train, how, stack.kernels)
         self.shape = shape_of_config(stack.config)
         self.step = 0
         self.best_loss = math.inf
