@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from edgeft import __version__, config, offline
 from edgeft.errors import ConfigError, EdgeftError
@@ -489,8 +489,8 @@ def runs(
     if as_json:
         _print_json(rows)
         return
-    table = Table("run", "recipe", "model", "rows", "held-out score", "memory", "time")
-    for row in rows:
+    table = Table(Column("run", overflow="fold"), "recipe", "model", "rows", "held-out score", "memory", "time")
+    for row in rows:  # a name is what the next command is told: never cut
         score, loss = row["score"], row["best_loss"]
         told = row["state"]
         if score is not None:
@@ -515,6 +515,8 @@ def _remove_runs(names: list[str], yes: bool, as_json: bool) -> None:
     if not names:
         raise ConfigError("`edgeft runs rm` needs the runs to take away", "for example `edgeft runs rm quickstart`")
     places = [Path(name) if os.sep in name or Path(name).exists() else Path("runs") / name for name in names]
+    for place in places:
+        Run.check_removable(place)
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError("nothing was taken away: there is nobody to ask", "say --yes")

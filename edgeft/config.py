@@ -165,6 +165,11 @@ class HowConfig:
         "rows: all trunk blocks for a few rows at a time; blocks: one block for all rows, its weights alone in memory",
         choices=("rows", "blocks"),
     )
+    spare_memory: bool = knob(
+        False,
+        "give memory back as soon as it is not used: pages of mapped weights after every product, freed buffers at "
+        "once; a little slower",
+    )
     tree: bool = knob(True, "compute shared prefixes of rows once")
     supervised_only: bool = knob(
         True, "head, and the last block beyond its keys and values, for trained positions alone"
@@ -177,8 +182,8 @@ class HowConfig:
     )
     optimizer_state: str = knob(
         "fp32",
-        "AdamW's moments; 8bit: a quarter of the memory, by bitsandbytes, slow on most CPUs",
-        choices=("fp32", "8bit"),
+        "AdamW's moments: 8, 4 or 2 bytes a trained number; in fewer bits they are rounded by chance, right on average",
+        choices=("fp32", "bf16", "8bit"),
     )
     step_in_place: bool = knob(
         False,

@@ -32,7 +32,7 @@ def needs(run: Run, shape: Shape, scheme: Scheme, source: str) -> list[Need]:
         if rows is not None and os.path.isfile(rows):  # of a folder, nobody knows yet which files are rows
             found.append((run.path, "tokens", 2 * _size(rows)))  # ids, and the rows' own text
     if not run.done.is_file():
-        each = trained * (4 + (2 if how.optimizer_state == "8bit" else 8))  # weights and AdamW's two moments
+        each = int(trained * (4 + plan.STATE_BYTES[how.optimizer_state]))  # weights and AdamW's two moments
         # one more than is kept: the oldest goes when the newest is there
         found.append((run.path, "checkpoints", max(0, (how.keep_checkpoints + 1) * each - _size(run.checkpoints))))
         found.append((run.path, "best weights", max(0, 2 * 4 * trained - _size(run.best))))

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -122,9 +122,11 @@ def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]
 
 def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The model with the recipe's scheme in it, untrained: (stack, scheme, trained parameters by name)."""
+    from edgeft.model import spare
     from edgeft.model.stack import load
     from edgeft.sparse import scheme
 
+    spare.use(recipe.how.spare_memory)
     use_threads(recipe.how.threads)
     kernels = engine.kernels if engine else None
     lean = kernels is not None and recipe.update.method != "lora"  # PEFT needs transformers anyway
@@ -200,7 +202,9 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     trainer.fit(weights_id)
 
 
-def trained_stack(run: Run, progress: Progress = Progress()) -> tuple[Stack, Scheme, dict[str, Any]]:
+def trained_stack(
+    run: Run, progress: Progress = Progress(), engine: Engine | None = None, spare_memory: bool = False
+) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The run's model with its best checkpoint loaded."""
     from edgeft.train.loop import load_trained
 
@@ -208,7 +212,8 @@ def trained_stack(run: Run, progress: Progress = Progress()) -> tuple[Stack, Sch
         raise RunError(
             f"{run.path} has no trained weights yet", f"go on with `edgeft finetune --resume --out {run.path}`"
         )
-    stack, scheme, parameters = build(run.recipe)
+    how = replace(run.recipe.how, spare_memory=spare_memory)
+    stack, scheme, parameters = build(replace(run.recipe, how=how), engine)
     load_trained(parameters, run, progress)
     return stack, scheme, parameters
 
@@ -216,9 +221,10 @@ def trained_stack(run: Run, progress: Progress = Progress()) -> tuple[Stack, Sch
 # ---------------------------------------------------------------- export
 
 
-def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -> dict[str, Any]:
+def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress, budget_bytes: int = 0) -> dict[str, Any]:
     """Writes the tuned model; a GGUF file takes its place only after it agreed with the trainer in llama.cpp."""
     from edgeft.sparse import scheme as schemes
+    from edgeft.train import engine
 
     source = model_source(run.recipe.model.path)
     if kind not in ("gguf", "hf", "peft"):
@@ -227,7 +233,8 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -
         from edgeft.export.gguf import check_type
 
         check_type(type_name)
-    stack, scheme, _ = trained_stack(run, progress)
+    # weights are read twice here, once to be copied and once for the check: none of them need stay in memory
+    stack, scheme, _ = trained_stack(run, progress, engine.recalled(run), spare_memory=True)
     updates: Iterable[tuple[str, Any]] = schemes.updated(stack, scheme)
     if kind == "hf":
         from edgeft.export.hf import export_hf
@@ -271,7 +278,14 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -
             base_name=Path(source).name,
             template=None if tokenizer.has_template else tokenizer.template,
             check=lambda path: verify(
-                path, stack, checked, tokenizer, run.recipe.data.system, type_name, use_threads(run.recipe.how.threads)
+                path,
+                stack,
+                checked,
+                tokenizer,
+                run.recipe.data.system,
+                type_name,
+                use_threads(run.recipe.how.threads),
+                room_bytes=budget_bytes,
             ),
         )
     write_modelfile(out)
@@ -314,7 +328,7 @@ def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> 
     elif name == "train":
         train(run, progress, budget_bytes)
     elif name == "export":
-        run.write_json(run.exported, export(run, "gguf", run.recipe.export.type, run.model, progress))
+        run.write_json(run.exported, export(run, "gguf", run.recipe.export.type, run.model, progress, budget_bytes))
     elif name == "eval":
         _, heldout = data_tokens.load(run.tokens)
         rows = heldout[: run.recipe.eval.rows]
@@ -322,6 +336,6 @@ def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> 
             from edgeft.evaluate.compare import evaluate_files, evaluate_run
 
             if is_gguf(source):
-                evaluate_files(source, str(run.model), rows, run.recipe.eval.max_new_tokens, progress)
+                evaluate_files(source, str(run.model), rows, run.recipe.eval.max_new_tokens, progress, budget_bytes)
             else:
                 evaluate_run(run, rows, progress)

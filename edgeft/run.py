@@ -230,16 +230,21 @@ class Run:
             cache.forget(self.path)
 
     @staticmethod
-    def remove(path: Path) -> int:
-        """Takes away a whole run, with what it alone uses in the shared cache; bytes freed. No link is followed."""
-        from edgeft import cache
-
+    def check_removable(path: Path) -> None:
+        """RunError where `remove` must not do anything; a damaged recipe is no reason."""
         if path.is_symlink():
             raise RunError(f"{path} is a link", "name the folder itself")
         if not (path / "recipe.yaml").is_file() or not (path / "lock").is_file():
             raise RunError(f"{path} is no run folder (it holds no recipe.yaml or no lock)", "`edgeft runs` lists them")
         if Path.cwd().is_relative_to(path.resolve()):
             raise RunError(f"{path} is the folder that you are in", "leave it first")
+
+    @staticmethod
+    def remove(path: Path) -> int:
+        """Takes away a whole run, with what it alone uses in the shared cache; bytes freed. No link is followed."""
+        from edgeft import cache
+
+        Run.check_removable(path)
         run = Run(path, config.Recipe())
         run.lock()
         size = sum(file.lstat().st_size for file in path.rglob("*"))

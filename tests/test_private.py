@@ -141,6 +141,17 @@ def test_nobody_is_asked_where_nobody_is(own: Path) -> None:
     for args in (["runs", "rm", "a"], ["runs", "rm"], ["runs", "a", "b"]):
         assert runner.invoke(app, args).exit_code == 2
     assert run.tokens.is_file()
+    gone = runner.invoke(app, ["runs", "rm", "other"])  # that there is none is said before anybody is asked
+    assert gone.exit_code == 6
+    assert "no run folder" in " ".join(gone.stderr.split())
+
+
+def test_a_long_name_is_listed_whole(own: Path) -> None:
+    name = "a-name-that-is-longer-than-its-column-in-a-narrow-terminal"
+    made_run(own / "runs" / name)
+    shown = runner.invoke(app, ["runs"], env={"COLUMNS": "60"}).stdout
+    parts = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
+    assert "".join(parts) == name
 
 
 # ---------------------------------------------------------------- --no-keep-data

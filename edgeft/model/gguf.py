@@ -246,14 +246,23 @@ class GGUF:
 
 def let_go(data: np.ndarray) -> None:
     """Pages of a mapped array leave this process's memory until they are read again; any other array is left alone."""
+    _advise(data, "MADV_DONTNEED")
+
+
+def fetch(data: np.ndarray) -> None:
+    """A mapped array will be read now: what is not in memory comes in large pieces, not page by page."""
+    _advise(data, "MADV_WILLNEED")
+
+
+def _advise(data: np.ndarray, advice: str) -> None:
     mapped = getattr(data, "_mmap", None)  # numpy's: none for a copy in memory
-    if not isinstance(mapped, mmap.mmap) or not data.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
+    if not isinstance(mapped, mmap.mmap) or not data.nbytes or not hasattr(mmap, advice):
         return
     offset = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
     begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: the edges may be a neighbour's
     end = (offset + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end:
-        mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        mapped.madvise(getattr(mmap, advice), begin, end - begin)
 
 
 # ---------------------------------------------------------------- writing

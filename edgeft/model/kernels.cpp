@@ -1,8 +1,8 @@
-// What lies between a block's matrix products, in one pass over memory each: RMSNorm, SwiGLU, attention along a tree, and
-// the unpacking of weights.
+// What lies between a block's matrix products, in one pass over memory each: RMSNorm, SwiGLU, attention along a tree, the
+// unpacking of weights, and AdamW.
 //
-// Every function takes plain pointers (float32, some also bf16) and a number of threads. Work is handed to threads in a fixed way, so that
-// the same call with the same number of threads gives the same bits.
+// Every function takes plain pointers (float32, some also bf16) and a number of threads. Work is handed to threads in a fixed
+// way, so that the same call with the same number of threads gives the same bits.
 
 #include <algorithm>
 #include <cmath>
@@ -194,8 +194,14 @@ static void hide(const Piece &p, const Tree &t, long keys, long pad, float *scor
     for (long m = 0; m < p.asked; m++) {
         float *row = scores + m * pad;
         int32_t i = t.queries[p.query + m];
-        for (long j = p.start; j < p.start + p.own; j++)
-            if (j > i || i >= j + t.size[j]) row[p.above + j - p.start] = -INFINITY;
+        float *own = row + p.above;
+        const int32_t *size = t.size + p.start;
+        const int32_t from = i - p.start;
+#pragma omp simd
+        for (int32_t j = 0; j < p.own; j++) {  // without a branch: several at a time
+            float x = own[j];
+            own[j] = (j > from) | (from >= j + size[j]) ? -INFINITY : x;
+        }
         for (long k = keys; k < pad; k++) row[k] = -INFINITY;
     }
 }
@@ -511,6 +517,136 @@ void unpack(const uint8_t *in, int type, float *out, long blocks, int threads) {
 }
 void unpack_half(const uint8_t *in, int type, bf16 *out, long blocks, int threads) {
     unpack_to(in, type, out, blocks, threads);
+}
+
+}
+
+// ------------------------------------------------------------------------------------------------- AdamW
+
+// AdamW's two moments are kept as float32, as bf16, or as bytes. What is stored in fewer bits is rounded up or down by
+// chance, with the odds that make it right on average: a moment moves by 1 % of its value a step, less than the distance to
+// the next number, and would else never move at all.
+
+#define GROUP 256  // numbers that share a scale, where moments are bytes
+
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+static inline float of_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// the same for the same number and seed, whatever the threads (lowbias32)
+static inline uint32_t chance(uint32_t number, uint32_t seed) {
+    uint32_t x = number * 0x9e3779b9u + seed;
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+// A byte stands for a share of the group's largest: a floating-point number with 3 bits of fraction, of which `codes` is 1.
+// codes = 255 reaches down to 2^-31 (second moments), 127 with a sign to 2^-15 (first ones: their root).
+static inline float share_of(uint32_t code, int32_t codes) { return of_bits((code + (127 * 8 - codes)) << 20); }
+static inline uint32_t code_of(float share, uint32_t random, int32_t codes) {
+    int32_t code = (int32_t)((bits_of(share) + (random & 0xfffff)) >> 20) - (127 * 8 - codes);
+    return (uint32_t)std::min(std::max(code, 0), codes);
+}
+
+struct Rule {
+    float lr, beta1, beta2, eps, decay;
+    float first, second;  // 1 - beta^step
+    float factor;         // of the gradient
+    uint32_t seed;
+};
+
+// new moments and weights of up to GROUP numbers
+static inline void adamw_group(float *w, const float *g, float *m, float *v, long count, const Rule &r) {
+    const float rate = r.lr / r.first, keep = 1 - r.lr * r.decay, root = 1 / r.second;
+#pragma omp simd
+    for (long i = 0; i < count; i++) {
+        float d = g[i] * r.factor;
+        m[i] = r.beta1 * m[i] + (1 - r.beta1) * d;
+        v[i] = r.beta2 * v[i] + (1 - r.beta2) * d * d;
+        w[i] = w[i] * keep - rate * m[i] / (std::sqrt(v[i] * root) + r.eps);
+    }
+}
+
+extern "C" {
+void adamw(float *w, const float *g, float *m, float *v, long count, const Rule *rule, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < count; i += GROUP)
+        adamw_group(w + i, g + i, m + i, v + i, std::min<long>(GROUP, count - i), *rule);
+}
+
+void adamw_bf16(float *w, const float *g, bf16 *m, bf16 *v, long count, const Rule *rule, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long start = 0; start < count; start += GROUP) {
+        long n = std::min<long>(GROUP, count - start);
+        bf16 *mh = m + start, *vh = v + start;
+        float first[GROUP], second[GROUP];
+#pragma omp simd
+        for (long i = 0; i < n; i++) first[i] = of_bits((uint32_t)mh[i] << 16), second[i] = of_bits((uint32_t)vh[i] << 16);
+        adamw_group(w + start, g + start, first, second, n, *rule);
+#pragma omp simd
+        for (long i = 0; i < n; i++) {
+            uint32_t random = chance((uint32_t)(start + i), rule->seed);
+            mh[i] = (bf16)((bits_of(first[i]) + (random & 0xffff)) >> 16);
+            vh[i] = (bf16)((bits_of(second[i]) + (random >> 16)) >> 16);
+        }
+    }
+}
+
+// scales: (groups, 2), the largest first and second moment of each
+void adamw_bytes(
+    float *w, const float *g, uint8_t *m, uint8_t *v, float *scales, long count, const Rule *rule, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long start = 0; start < count; start += GROUP) {
+        long n = std::min<long>(GROUP, count - start);
+        uint8_t *mb = m + start, *vb = v + start;
+        float *scale = scales + start / GROUP * 2, first[GROUP], second[GROUP];
+#pragma omp simd
+        for (long i = 0; i < n; i++) {
+            uint32_t code = mb[i] & 127, sign = (uint32_t)(mb[i] & 128) << 24;
+            first[i] = of_bits(code ? bits_of(share_of(code, 127) * scale[0]) | sign : sign);
+            second[i] = share_of(vb[i], 255) * scale[1];  // never nothing: a first moment may be left to be divided by it
+        }
+        adamw_group(w + start, g + start, first, second, n, *rule);
+        float most1 = 0, most2 = 0;
+#pragma omp simd reduction(max : most1, most2)
+        for (long i = 0; i < n; i++) most1 = std::max(most1, std::fabs(first[i])), most2 = std::max(most2, second[i]);
+        float part1 = most1 > 0 ? 1 / most1 : 0, part2 = most2 > 0 ? 1 / most2 : 0;
+#pragma omp simd
+        for (long i = 0; i < n; i++) {
+            uint32_t random = chance((uint32_t)(start + i), rule->seed);
+            mb[i] = (uint8_t)(code_of(std::fabs(first[i]) * part1, random, 127) | (bits_of(first[i]) >> 24 & 128));
+            vb[i] = (uint8_t)code_of(second[i] * part2, random >> 12, 255);
+        }
+        scale[0] = most1, scale[1] = most2;
+    }
+}
+
+// The sum of squares, the same whatever the threads
+double squares(const float *x, long count, int threads) {
+    const long strip = 1 << 14;
+    std::vector<double> parts((count + strip - 1) / strip);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long start = 0; start < count; start += strip) {
+        long i = start, stop = std::min(start + strip, count);
+        vf each[4] = {};
+        for (; i + 4 * VL <= stop; i += 4 * VL)
+            for (int k = 0; k < 4; k++) each[k] += load(x + i + k * VL) * load(x + i + k * VL);
+        double total = sum(each[0]) + sum(each[1]) + sum(each[2]) + sum(each[3]);
+        for (; i < stop; i++) total += (double)x[i] * x[i];
+        parts[start / strip] = total;
+    }
+    double total = 0;
+    for (double part : parts) total += part;
+    return total;
 }
 
 int vector_lanes(void) { return VL; }

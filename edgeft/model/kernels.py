@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 UNPACKED = (2, 3, 8)  # ggml's q4_0, q4_1, q8_0
+GROUP = 256  # moments that share a scale where they are bytes, as kernels.cpp has it
 
 
 class _Tree(ctypes.Structure):
@@ -33,6 +34,15 @@ class _Heads(ctypes.Structure):
         ("groups", ctypes.c_int32),
         ("width", ctypes.c_int32),
         ("scale", ctypes.c_float),
+    ]
+
+
+class Rule(ctypes.Structure):
+    """How AdamW steps; first and second: 1 - beta^step; factor: of the gradient."""
+
+    _fields_ = [
+        *((name, ctypes.c_float) for name in ("lr", "beta1", "beta2", "eps", "decay", "first", "second", "factor")),
+        ("seed", ctypes.c_uint32),
     ]
 
 
@@ -90,6 +100,7 @@ class Kernels:
 
     def __init__(self, file: Path) -> None:
         self.library: Any = ctypes.CDLL(str(file))
+        self.library.squares.restype = ctypes.c_double
         self.lanes: int = self.library.vector_lanes()
 
     def able(self, head_width: int, gate: str) -> bool:
@@ -173,6 +184,29 @@ class Kernels:
         function = self.library.unpack if out.dtype == torch.float32 else self.library.unpack_half
         blocks = ctypes.c_long(out.numel() // 32)
         function(ctypes.c_void_p(packed.ctypes.data), type_id, _at(out, out.dtype), blocks, torch.get_num_threads())
+
+    def adamw(
+        self,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        scales: torch.Tensor | None,
+        rule: Rule,
+    ) -> None:
+        """One step, in place; moments are float32, bf16, or bytes with (groups of GROUP numbers, 2) scales."""
+        function = {
+            torch.float32: self.library.adamw,
+            torch.bfloat16: self.library.adamw_bf16,
+            torch.uint8: self.library.adamw_bytes,
+        }[first.dtype]
+        moments = [_at(first, first.dtype), _at(second, first.dtype), *([_at(scales)] if scales is not None else [])]
+        count = ctypes.c_long(weight.numel())
+        function(_at(weight), _at(gradient), *moments, count, ctypes.byref(rule), torch.get_num_threads())
+
+    def squares(self, x: torch.Tensor) -> float:
+        """Their sum."""
+        return float(self.library.squares(_at(x), ctypes.c_long(x.numel()), torch.get_num_threads()))
 
 
 def _each(tensors: list[torch.Tensor]) -> Any:

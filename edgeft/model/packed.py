@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from edgeft.model import LOGITS_BYTES, ggml
-from edgeft.model.gguf import let_go
+from edgeft.model import LOGITS_BYTES, ggml, spare
+from edgeft.model.gguf import fetch, let_go
 
 if TYPE_CHECKING:
     from edgeft.model.kernels import Kernels
@@ -40,16 +40,6 @@ _logits = _Scratch()
 _bytes = _Scratch()  # packed rows that are put in order
 
 
-class _Spare:
-    """Whether the pages of mapped weights leave memory after every use. They are then read again from the system's
-    cache, if that has room for them, or from the disk."""
-
-    on = False
-
-
-spare = _Spare()
-
-
 def tensor_of(data: np.ndarray) -> torch.Tensor:
     """A read-only mapped array as a tensor, without a copy; nobody writes into it."""
     with warnings.catch_warnings():
@@ -70,6 +60,8 @@ class Packed:
 
     def stored(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Packed rows [start, stop) in order; valid until the next call for any matrix."""
+        if spare.on:
+            fetch(self.data if self.order is not None else self.data[start:stop])
         if self.order is None:
             return self.data[start:stop]
         order = self.order[start:stop]

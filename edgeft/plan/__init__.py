@@ -5,6 +5,6 @@ Known before anything is computed, from a model's header and the rows alone: nei
 
 from __future__ import annotations
 
-from edgeft.plan.shape import Shape, shape_of, shape_of_config, trained_parameters
+from edgeft.plan.shape import STATE_BYTES, Shape, shape_of, shape_of_config, trained_parameters
 
-__all__ = ["Shape", "shape_of", "shape_of_config", "trained_parameters"]
+__all__ = ["STATE_BYTES", "Shape", "shape_of", "shape_of_config", "trained_parameters"]

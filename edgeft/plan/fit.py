@@ -21,7 +21,7 @@ from edgeft.plan import memory, seconds
 from edgeft.plan.memory import Engine
 from edgeft.plan.rows import Load, total
 from edgeft.plan.seconds import Rates
-from edgeft.plan.shape import Shape, trained_parameters
+from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters
 from edgeft.sparse import scheme as schemes
 from edgeft.sparse.scheme import Scheme
 from edgeft.work import step_flops
@@ -122,14 +122,19 @@ def exported_bytes(shape: Shape, scheme: Scheme, type_name: str) -> int:
 # ---------------------------------------------------------------- how
 
 
-def ways(asked: HowConfig) -> Iterator[HowConfig]:
+def _states(asked: HowConfig, engine: Engine) -> list[str]:
+    """Precisions of AdamW's moments, from the one that was asked for down; without the kernels, that one alone."""
+    order = list(STATE_BYTES)
+    return order[order.index(asked.optimizer_state) :] if engine.kernels else [asked.optimizer_state]
+
+
+def ways(asked: HowConfig, engine: Engine) -> Iterator[HowConfig]:
     """As asked first, then all that need less, in any combination."""
     size = asked.micro_batch_tokens
     sizes = [size, *(n for n in (512, 256, 128, SMALLEST) if n < size)]
-    states = ["fp32", "bf16", "8bit"] if asked.optimizer_state == "auto" else [asked.optimizer_state]
     recompute, spare = sorted({asked.recompute, True}), sorted({asked.spare_memory, True})
     orders = [asked.trunk_order] + (["blocks"] if asked.trunk_order == "rows" else [])
-    for state, order, give_back, again, tokens in itertools.product(states, orders, spare, recompute, sizes):
+    for state, order, give_back, again, tokens in itertools.product(_states(asked, engine), orders, spare, recompute, sizes):
         yield dataclasses.replace(
             asked,
             micro_batch_tokens=tokens,
@@ -140,7 +145,7 @@ def ways(asked: HowConfig) -> Iterator[HowConfig]:
         )
 
 
-def frugal(asked: HowConfig) -> HowConfig:
+def frugal(asked: HowConfig, engine: Engine) -> HowConfig:
     """What needs least."""
     return dataclasses.replace(
         asked,
@@ -148,14 +153,14 @@ def frugal(asked: HowConfig) -> HowConfig:
         recompute=True,
         trunk_order="blocks",
         spare_memory=True,
-        optimizer_state="8bit" if asked.optimizer_state == "auto" else asked.optimizer_state,
+        optimizer_state=_states(asked, engine)[-1],
     )
 
 
 def choose(job: Job, budget_bytes: int) -> Job | None:
     """As asked, if that fits; else the fastest way that does."""
     best: tuple[float, Job] | None = None
-    for number, way in enumerate(ways(job.recipe.how)):
+    for number, way in enumerate(ways(job.recipe.how, job.engine)):
         tried = job.with_how(way)
         if budget_bytes and tried.peak(budget_bytes) > budget_bytes:
             continue
@@ -257,7 +262,7 @@ def _changed(job: Job, settings: dict[str, Any]) -> Job:
 
 def fits(job: Job, budget_bytes: int) -> int | None:
     """The least that it needs, if that is within the budget."""
-    need = job.with_how(frugal(job.recipe.how)).peak(budget_bytes)
+    need = job.with_how(frugal(job.recipe.how, job.engine)).peak(budget_bytes)
     return need if need <= budget_bytes else None
 
 
@@ -298,7 +303,7 @@ def make(job: Job, budget_bytes: int, fit: bool = False) -> tuple[Job, dict[str,
 
 
 def _refusal(job: Job, budget_bytes: int, fit: bool) -> DoesNotFitError:
-    least = job.with_how(frugal(job.recipe.how))
+    least = job.with_how(frugal(job.recipe.how, job.engine))
     stages = least.stages(budget_bytes)
     worst = max(stages, key=lambda name: memory.peak(stages[name]))
     tried = proposals(job, budget_bytes)
@@ -380,7 +385,7 @@ def disk_bytes(job: Job) -> dict[str, int]:
     how, trained = job.recipe.how, trained_parameters(job.shape, job.scheme)
     cache, between = memory.boundary_bytes(job.shape, job.recipe, job.load)
     cached = job.scheme.cut > 0 and how.trunk == "cache"
-    state = memory.STATE_BYTES["fp32" if how.optimizer_state == "auto" else how.optimizer_state]
+    state = STATE_BYTES[how.optimizer_state]
     return {
         "trunk cache": cache if cached else 0,
         "trunk, while it is made": between if cached and job.scheme.cut > 1 else 0,

@@ -13,7 +13,7 @@ from edgeft.config import TENSORS, HowConfig, Recipe
 from edgeft.model import LOGITS_BYTES
 from edgeft.plan.buffers import top_bytes
 from edgeft.plan.rows import Load
-from edgeft.plan.shape import Shape, trained_parameters, trained_tensors
+from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters, trained_tensors
 from edgeft.sparse.scheme import Scheme
 
 MIB = 1 << 20
@@ -31,7 +31,6 @@ HALF_BYTES = 130 * MIB  # code that the library makes for bf16 products, see blo
 
 HEAD_ROWS = 8192  # as model/packed.py: vocabulary rows unpacked at a time
 FAULT_BYTES = 64 << 10  # mapped around a page that is touched, where the system's cache has it
-STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.1}  # AdamW's moments, a trained number; 8bit: with a scale a group
 CACHE_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # the trunk cache, a value of a state
 
 # A row in Python: ids and mask, its path through the forest, its nodes' tokens, parents and positions.
@@ -177,7 +176,7 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
         "packed frozen weights": _weights(shape, scheme, how, load, range(scheme.cut, shape.depth)),
         "trained weights": 4 * trained,
         "gradients": 4 * (largest if how.step_in_place else trained),
-        "optimiser state": STATE_BYTES["fp32" if how.optimizer_state == "auto" else how.optimizer_state] * trained,
+        "optimiser state": STATE_BYTES[how.optimizer_state] * trained,
         "saved activations": activations(shape, scheme, recipe, widest.tokens, widest.asked, engine),
         "boundary states": widest.tokens * shape.width * (4 + CACHE_BYTES[how.trunk_dtype]),
         "logits chunk": 4 * shape.vocabulary * min(rows, widest.targets) + 3 * 4 * widest.targets * shape.width,

@@ -20,6 +20,7 @@ from edgeft.sparse.scheme import channel_count
 if TYPE_CHECKING:
     from edgeft.sparse.scheme import Scheme
 
+STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 256}  # AdamW's moments of a trained number; 8bit: with scales
 KERNEL_TYPES = (2, 3, 8)  # q4_0, q4_1, q8_0: what the kernels unpack themselves; ggml does the others, to float32 alone
 
 

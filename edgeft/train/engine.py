@@ -43,6 +43,12 @@ def choose(run: Run, head_width: int, gate: str, flops: float, progress: Progres
     return Engine(found, half)
 
 
+def recalled(run: Run) -> Engine | None:
+    """The kernels that trained a run, if they are still here; float32, since what is exported is compared with it."""
+    before = run.read_json(run.path / "engine.json") or {}
+    return Engine(kernels.load()) if before.get("kernels") is True and compiled.is_built() else None
+
+
 def _half(products: str, kernels: bool) -> bool:
     if products == "bf16" and not kernels:
         raise ConfigError("`how.products: bf16` needs edgeft's kernels", "--set how.compile=on, or how.products=fp32")

@@ -22,7 +22,8 @@ from torch import nn
 
 from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest, epoch_order
-from edgeft.errors import DamagedError, EdgeftError, StoppedError
+from edgeft.errors import DamagedError, EdgeftError, RunError, StoppedError
+from edgeft.model import spare
 from edgeft.model.block import padded
 from edgeft.model.pool import pool
 from edgeft.model.stack import Batch, Stack
@@ -30,10 +31,9 @@ from edgeft.plan import shape_of_config
 from edgeft.run import Run
 from edgeft.sparse.scheme import Scheme
 from edgeft.stage import peak_bytes
-from edgeft.train import checkpoint, trunk
+from edgeft.train import checkpoint, optimizer, trunk
 from edgeft.train.governor import Governor
 from edgeft.train.guard import Guard
-from edgeft.train.optimizer import Optimizer
 from edgeft.train.progress import Progress
 from edgeft.train.schedule import Schedule as Schedule
 from edgeft.work import step_flops
@@ -92,7 +92,7 @@ class Trainer:
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))
         self.schedule = Schedule(len(train), run.recipe.train, stack.width)
-        self.optimizer = Optimizer(parameters, run.recipe.train, how)
+        self.optimizer = optimizer.make(parameters, run.recipe.train, how, stack.kernels)
         self.shape = shape_of_config(stack.config)
         self.step = 0
         self.best_loss = math.inf
@@ -189,6 +189,7 @@ class Trainer:
             if found is None:
                 raise self._stopped()
             self.trunk = found
+            spare.trim()
             self._restore()
             self._fit(lambda: self.governor.between(self._save_before_pause))
 
@@ -300,9 +301,8 @@ class Trainer:
         goes back to the same. AdamW begins anew, since what it remembers led here.
         """
         good = self.run.best if self.best_step else checkpoint.name(self.run.checkpoints, 0)
-        tensors, _ = checkpoint.read(good)
-        self._set_weights(tensors)
         self.optimizer.forget()
+        self._check_names(checkpoint.read(good, checkpoint.into(self.parameters))[0])
         self.step = self.best_step
         self.guard.back()
         self._write()
@@ -312,10 +312,10 @@ class Trainer:
         self.progress.stage("train", self.schedule.steps)
         self.progress.advance(self.step)
 
-    def _set_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(tensors[name])
+    def _check_names(self, tensors: dict[str, torch.Tensor]) -> None:
+        missing = self.parameters.keys() - tensors.keys()
+        if missing:
+            raise EdgeftError(f"a checkpoint of {self.run.path} lacks {min(missing)}", "it is of another recipe")
 
     # ------------------------------------------------ stopping and going on
 
@@ -354,11 +354,11 @@ class Trainer:
 
     def _restore(self) -> None:
         tell = damage(self.run, self.progress)
-        found = checkpoint.newest(self.run.checkpoints, tell)
+        found = checkpoint.newest(self.run.checkpoints, tell, checkpoint.into(self.parameters))
         if found is None:
             return
         tensors, state = found
-        self._set_weights(tensors)
+        self._check_names(tensors)
         self.optimizer.restore(tensors, state["optimizer"])
         self.step = int(state["step"])
         self.best_loss = math.inf if state["best_loss"] is None else float(state["best_loss"])
@@ -368,7 +368,7 @@ class Trainer:
         self.guard = Guard(**state["guard"])
         if self.best_step:
             try:
-                checkpoint.best(self.run, self.best_step, tell)
+                checkpoint.best(self.run, self.best_step, tell, checkpoint.nowhere)
             except DamagedError as error:
                 tell(self.run.best, f"{error.message}; the best of the steps from here on is kept")
                 self.best_loss, self.best_step = math.inf, 0
@@ -395,13 +395,14 @@ def damage(run: Run, progress: Progress) -> checkpoint.Tell:
 def load_trained(parameters: dict[str, nn.Parameter], run: Run, progress: Progress) -> dict[str, Any]:
     """The best checkpoint's tensors into a stack that has the scheme applied."""
     done = run.read_json(run.done) or {}
-    tensors, state = checkpoint.best(run, int(done.get("best_step", 0)), damage(run, progress))
+    wrong = f"{run.best} is not of this model and recipe", "export with the model that the run was made with"
     try:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors[name])
-    except (KeyError, RuntimeError):  # a tensor that is not there, or of another shape
-        raise DamagedError(
-            f"{run.best} is not of this model and recipe", "export with the model that the run was made with"
-        ) from None
+        place = checkpoint.into(parameters)
+        tensors, state = checkpoint.best(run, int(done.get("best_step", 0)), damage(run, progress), place)
+    except RunError:
+        raise
+    except EdgeftError:  # a tensor of another shape
+        raise DamagedError(*wrong) from None
+    if parameters.keys() - tensors.keys():
+        raise DamagedError(*wrong)
     return state

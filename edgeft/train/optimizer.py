@@ -6,7 +6,8 @@ What it keeps can be written to a checkpoint and read again, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,26 +16,30 @@ from torch import nn
 
 from edgeft.config import HowConfig, TrainConfig
 from edgeft.errors import ConfigError
+from edgeft.model.kernels import GROUP, Kernels, Rule
+
+EPS = 1e-8  # torch's own
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 
 class Optimizer:
+    """What does not depend on who computes: clipping, and when a tensor is updated."""
+
     def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, how: HowConfig) -> None:
         if how.step_in_place and train.clip:
             raise ConfigError(
                 "`how.step_in_place` updates a tensor before the norm of the whole gradient is known",
                 "turn clipping off with `--set train.clip=0`, or step_in_place",
             )
-        self.parameters, self.clip, self.in_place = parameters, train.clip, how.step_in_place
-        groups = [[p] for p in parameters.values()] if self.in_place else [list(parameters.values())]
-        self.parts = [_adamw(group, train, how) for group in groups]
-        self.of = {p: part for part, group in zip(self.parts, groups, strict=True) for p in group}
+        self.parameters, self.train, self.in_place = parameters, train, how.step_in_place
+        self.names = {parameter: name for name, parameter in parameters.items()}
+        self.lr = train.lr
+        self.kept: dict[str, dict[str, Any]] = {}  # by a parameter's name: tensors and numbers
         self._squares = 0.0  # of the gradients seen so far in this step
         self._good = True  # the step's loss is a number
 
     def set_rate(self, lr: float) -> None:
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = lr
+        self.lr = lr
 
     @contextmanager
     def last_pass(self, loss: float) -> Iterator[None]:
@@ -58,10 +63,10 @@ class Optimizer:
     def _use(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
             return
-        norm = float(parameter.grad.norm())
-        self._squares += norm**2
-        if self._good and math.isfinite(norm):
-            self.of[parameter].step()  # type: ignore[index]
+        square = self._square(parameter.grad)
+        self._squares += square
+        if self._good and math.isfinite(square):
+            self._update([self.names[parameter]], 1.0)  # type: ignore[index]
         parameter.grad = None
 
     def step(self) -> float:
@@ -71,21 +76,29 @@ class Optimizer:
         """
         if self.in_place:
             return math.sqrt(self._squares)
-        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self.clip or math.inf))
+        there = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        norm = math.sqrt(sum(map(self._square, there.values())))
         if self._good and math.isfinite(norm):
-            self.parts[0].step()
+            self._update(there, min(1.0, self.train.clip / (norm + 1e-6)) if self.train.clip else 1.0)
         self.clear()
         return norm
 
     def forget(self) -> None:
         """As if no step had been taken."""
         self.clear()
-        for part in self.parts:
-            part.state.clear()
+        self.kept.clear()
 
     def clear(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def _square(self, gradient: torch.Tensor) -> float:
+        """The sum of its squares."""
+        raise NotImplementedError
+
+    def _update(self, names: Iterable[str], factor: float) -> None:
+        """A step of these tensors, whose gradients count `factor` times."""
+        raise NotImplementedError
 
     # ------------------------------------------------ checkpoints
 
@@ -93,8 +106,8 @@ class Optimizer:
         """Tensors and plain numbers, by `adamw.PART.TENSOR`."""
         tensors: dict[str, torch.Tensor] = {}
         numbers: dict[str, float] = {}
-        for name, parameter in self.parameters.items():
-            for part, value in self.of[parameter].state.get(parameter, {}).items():
+        for name, parts in self.kept.items():
+            for part, value in parts.items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"adamw.{part}.{name}"] = value
                 else:
@@ -102,14 +115,91 @@ class Optimizer:
         return tensors, numbers
 
     def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
-        found: dict[str, dict[str, Any]] = {}
         for key, value in [*tensors.items(), *numbers.items()]:
             if key.startswith("adamw."):
                 _, part, name = key.split(".", 2)
-                found.setdefault(name, {})[part] = value
-        for name, state in found.items():
+                self.kept.setdefault(name, {})[part] = value
+
+
+class Compiled(Optimizer):
+    """By edgeft's kernels: one pass over memory, and moments of 4, 2 or 1 byte."""
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], train: TrainConfig, how: HowConfig, kernels: Kernels
+    ) -> None:
+        super().__init__(parameters, train, how)
+        self.kernels, self.moments = kernels, MOMENTS[how.optimizer_state]
+
+    def _square(self, gradient: torch.Tensor) -> float:
+        return self.kernels.squares(gradient.contiguous())
+
+    def _update(self, names: Iterable[str], factor: float) -> None:
+        t = self.train
+        for name in names:
             parameter = self.parameters[name]
-            self.of[parameter].state[parameter] = state
+            kept = self.kept.setdefault(name, {})
+            if not kept:
+                kept |= {
+                    "step": 0.0,
+                    "first": torch.zeros(parameter.shape, dtype=self.moments),
+                    "second": torch.zeros(parameter.shape, dtype=self.moments),
+                }
+                if self.moments == torch.uint8:
+                    kept["scales"] = torch.zeros(-(-parameter.numel() // GROUP), 2)
+            kept["step"] += 1.0
+            rule = Rule(
+                self.lr, t.beta1, t.beta2, EPS, t.weight_decay,
+                1 - t.beta1 ** kept["step"], 1 - t.beta2 ** kept["step"], factor,
+                zlib.crc32(f"{t.seed} {kept['step']:.0f} {name}".encode()),
+            )  # fmt: skip
+            assert parameter.grad is not None
+            gradient = parameter.grad.contiguous()
+            self.kernels.adamw(parameter.detach(), gradient, kept["first"], kept["second"], kept.get("scales"), rule)
+
+
+class Plain(Optimizer):
+    """By torch; moments of one byte by bitsandbytes."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, how: HowConfig) -> None:
+        super().__init__(parameters, train, how)
+        if how.optimizer_state == "bf16":
+            raise ConfigError(
+                "`how.optimizer_state: bf16` needs edgeft's kernels", "--set how.compile=on, or optimizer_state=8bit"
+            )
+        groups = [[p] for p in parameters.values()] if self.in_place else [list(parameters.values())]
+        self.parts = [_adamw(group, train, how) for group in groups]
+        self.of = {name: self.parts[number if self.in_place else 0] for number, name in enumerate(parameters)}
+
+    def _square(self, gradient: torch.Tensor) -> float:
+        return float(gradient.norm()) ** 2
+
+    def _update(self, names: Iterable[str], factor: float) -> None:
+        names = list(names)
+        if factor != 1.0:
+            for name in names:
+                gradient = self.parameters[name].grad
+                assert gradient is not None
+                gradient.mul_(factor)
+        for part in {id(part): part for part in map(self.of.__getitem__, names)}.values():
+            for group in part.param_groups:
+                group["lr"] = self.lr
+            part.step()
+        for name in names:  # torch keeps its state by parameter
+            self.kept[name] = self.of[name].state[self.parameters[name]]
+
+    def forget(self) -> None:
+        super().forget()
+        for part in self.parts:
+            part.state.clear()
+
+    def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
+        super().restore(tensors, numbers)
+        for name, found in self.kept.items():
+            self.of[name].state[self.parameters[name]] = found
+
+
+def make(parameters: dict[str, nn.Parameter], train: TrainConfig, how: HowConfig, kernels: Kernels | None) -> Optimizer:
+    return Compiled(parameters, train, how, kernels) if kernels else Plain(parameters, train, how)
 
 
 def _adamw(parameters: list[nn.Parameter], train: TrainConfig, how: HowConfig) -> Any:
