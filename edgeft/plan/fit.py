@@ -69,6 +69,11 @@ class Job:
         self.recipe, self.shape, self.load, self.machine = recipe, shape, load, machine
         self.scheme: Scheme = schemes.make(recipe.update, shape.depth, shape.arch)
         self.engine = engine or self._engine()
+        # what `auto` comes to: the plan is for this
+        compile_, products = "on" if self.engine.kernels else "off", "bf16" if self.engine.half else "fp32"
+        self.recipe = dataclasses.replace(
+            recipe, how=dataclasses.replace(recipe.how, compile=compile_, products=products)
+        )
         self.exported_bytes = exported_bytes(shape, self.scheme, recipe.export.type)
 
     def _engine(self) -> Engine:
@@ -134,7 +139,8 @@ def ways(asked: HowConfig, engine: Engine) -> Iterator[HowConfig]:
     sizes = [size, *(n for n in (512, 256, 128, SMALLEST) if n < size)]
     recompute, spare = sorted({asked.recompute, True}), sorted({asked.spare_memory, True})
     orders = [asked.trunk_order] + (["blocks"] if asked.trunk_order == "rows" else [])
-    for state, order, give_back, again, tokens in itertools.product(_states(asked, engine), orders, spare, recompute, sizes):
+    every = itertools.product(_states(asked, engine), orders, spare, recompute, sizes)
+    for state, order, give_back, again, tokens in every:
         yield dataclasses.replace(
             asked,
             micro_batch_tokens=tokens,

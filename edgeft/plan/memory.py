@@ -10,7 +10,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from edgeft.config import TENSORS, HowConfig, Recipe
-from edgeft.model import LOGITS_BYTES
+from edgeft.evaluate.llamacpp import BATCH, CACHE_BYTES, CACHE_SHARE, CELLS, OUTPUTS
+from edgeft.evaluate.quick import MEMORY_SHARE
+from edgeft.export.gguf import SPOOL_BYTES
+from edgeft.export.verify import BATCH_TOKENS, TARGETS
+from edgeft.model import HEAD_ROWS, LOGITS_BYTES
 from edgeft.plan.buffers import top_bytes
 from edgeft.plan.rows import Load
 from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters, trained_tensors
@@ -29,19 +33,15 @@ LEAN_BYTES = 300 * MIB  # with torch, its matrix library's own buffers, and the 
 TRANSFORMERS_BYTES = 480 * MIB  # with transformers and PEFT besides
 HALF_BYTES = 130 * MIB  # code that the library makes for bf16 products, see block.padded
 
-HEAD_ROWS = 8192  # as model/packed.py: vocabulary rows unpacked at a time
 FAULT_BYTES = 64 << 10  # mapped around a page that is touched, where the system's cache has it
-CACHE_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # the trunk cache, a value of a state
+CACHED_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # the trunk cache, a value of a state
 
 # A row in Python: ids and mask, its path through the forest, its nodes' tokens, parents and positions.
 TOKEN_BYTES = 28
 ROW_BYTES = 2000
 TEXT_BYTES = 40  # a token of a row that is there as text, too
 
-VERIFY_ROWS, VERIFY_TOKENS, VERIFY_TARGETS = 12, 1024, 32  # as pipeline.py and export/verify.py
-SPOOL_BYTES = 64 * MIB  # as export/gguf.py: packed updates wait in memory up to here
-LLAMA_TOKENS, LLAMA_OUTPUTS, LLAMA_CELLS, LLAMA_CACHE = 256, 64, 4096, 256 * MIB  # as evaluate/llamacpp.py
-UNPACK_SHARE = 0.25  # as evaluate/quick.py: of free memory, for a copy that is multiplied faster
+VERIFY_ROWS = 12  # held-out rows on which an exported file is compared, as in pipeline.py
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def stages(
         "prepare": _prepare(load),
         "trunk": _trunk(shape, scheme, recipe.how, load, engine),
         "train": _train(shape, scheme, recipe, load, engine),
-        "export": _export(shape, scheme, recipe, load, engine, exported_bytes),
+        "export": _export(shape, scheme, recipe, load, engine, exported_bytes, budget_bytes),
         "eval": _eval(shape, recipe, load, max(exported_bytes, shape.file_bytes), budget_bytes),
     }
     if scheme.cut == 0 or recipe.how.trunk == "rerun":
@@ -156,7 +156,7 @@ def _trunk(shape: Shape, scheme: Scheme, how: HowConfig, load: Load, engine: Eng
         "packed frozen weights": _weights(shape, scheme, how, load, running),
         "trained weights": 4 * trained_parameters(shape, scheme),
         "saved activations": _forward(shape, tokens),
-        "boundary states": tokens * shape.width * (4 + CACHE_BYTES[how.trunk_dtype]),
+        "boundary states": tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
         "unpack scratch": _scratch(shape, scheme, engine, trunk=True),
         "data": _data(load, texts=False),
     }
@@ -178,7 +178,7 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
         "gradients": 4 * (largest if how.step_in_place else trained),
         "optimiser state": STATE_BYTES[how.optimizer_state] * trained,
         "saved activations": activations(shape, scheme, recipe, widest.tokens, widest.asked, engine),
-        "boundary states": widest.tokens * shape.width * (4 + CACHE_BYTES[how.trunk_dtype]),
+        "boundary states": widest.tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
         "logits chunk": 4 * shape.vocabulary * min(rows, widest.targets) + 3 * 4 * widest.targets * shape.width,
         "unpack scratch": scratch,
         "data": _data(load, texts=False),
@@ -204,19 +204,19 @@ def activations(shape: Shape, scheme: Scheme, recipe: Recipe, tokens: int, asked
 
 
 def _export(
-    shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine, exported_bytes: int
+    shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine, exported_bytes: int, budget_bytes: int
 ) -> dict[str, float]:
-    """Its largest moment: the trainer's model is there, and llama.cpp opens the new file to be compared with it."""
-    tokens = min(VERIFY_TOKENS, VERIFY_ROWS * load.longest)
-    rows = min(VERIFY_TARGETS, max(1, load.answer_tokens))
-    trainer = _weights(shape, scheme, _spare(recipe.how), load, range(0))
-    dense = trainer if shape.dense or not shape.mapped else 0
-    forward, llama = _forward(shape, tokens), exported_bytes + _llama(shape, load.longest + 1)
+    """The trainer's model is there, first to say what it holds for likely, then beside llama.cpp with the new file."""
+    tokens = min(BATCH_TOKENS, VERIFY_ROWS * load.longest)
+    rows = min(TARGETS, max(1, load.answer_tokens))
+    dense = _weights(shape, scheme, _spare(recipe.how), load, range(0))
+    file, buffers = _llama(shape, exported_bytes, load.longest + 1, 0, budget_bytes)
+    forward = _forward(shape, tokens)
     return {
         "libraries": libraries(shape, scheme, engine) - (HALF_BYTES if engine.half else 0),
-        "packed frozen weights": dense + (exported_bytes if llama > forward else trainer - dense),
+        "packed frozen weights": dense + (file if file + buffers > forward else 0),
         "trained weights": 4 * trained_parameters(shape, scheme),
-        "saved activations": max(forward, llama - exported_bytes) if llama <= forward else llama - exported_bytes,
+        "saved activations": buffers if file + buffers > forward else forward,
         "logits chunk": 2 * 4 * rows * shape.vocabulary + 3 * 8 * 4 * shape.vocabulary,
         "unpack scratch": _scratch(shape, scheme, engine, trunk=True),
         "data": _data(load, texts=True) + min(SPOOL_BYTES, exported_bytes),
@@ -228,22 +228,25 @@ def _eval(shape: Shape, recipe: Recipe, load: Load, model_bytes: int, budget_byt
     rows = min(recipe.eval.rows, load.heldout_rows)
     row = load.longest + recipe.eval.max_new_tokens
     wide = 2 * (shape.depth * shape.block_parameters + shape.vocabulary * shape.width)
-    copied = recipe.eval.unpack and model_bytes < wide <= UNPACK_SHARE * budget_bytes
+    if recipe.eval.unpack and shape.slow_types and (not budget_bytes or wide <= MEMORY_SHARE * budget_bytes):
+        model_bytes = wide
+    file, buffers = _llama(shape, model_bytes, row, min(CELLS, rows * row), budget_bytes)
     return {
         "libraries": PYTHON_BYTES,
-        "packed frozen weights": wide if copied else model_bytes,
-        "saved activations": _llama(shape, min(LLAMA_CELLS, rows * row), row),
+        "packed frozen weights": file,
+        "saved activations": buffers,
         "data": _data(load, texts=True),
     }
 
 
-def _llama(shape: Shape, wished: int, needed: int = 0) -> int:
-    """llama.cpp's keys and values, and the buffers of one of its passes."""
+def _llama(shape: Shape, file_bytes: int, needed: int, wished: int, budget_bytes: int) -> tuple[int, int]:
+    """(a model's file as llama.cpp holds it, its keys and values and the buffers of a pass)."""
+    room = budget_bytes or 1 << 60
     cell = 2 * 4 * shape.key * shape.depth
-    cells = max(needed, min(wished, LLAMA_CACHE // cell))
+    cells = max(needed, min(wished, min(CACHE_BYTES, int(CACHE_SHARE * room)) // cell))
     cells += -cells % 256
-    compute = 4 * LLAMA_TOKENS * (3 * shape.width + 2 * shape.ffn + shape.query)
-    return cells * cell + compute + 2 * 4 * LLAMA_OUTPUTS * shape.vocabulary
+    compute = 4 * BATCH * (3 * shape.width + 2 * shape.ffn + shape.query)
+    return file_bytes, cells * cell + compute + 2 * 4 * OUTPUTS * shape.vocabulary
 
 
 def _spare(how: HowConfig) -> HowConfig:
@@ -253,6 +256,6 @@ def _spare(how: HowConfig) -> HowConfig:
 
 def boundary_bytes(shape: Shape, recipe: Recipe, load: Load) -> tuple[int, int]:
     """(the trunk cache on the disk, files beside it while it is made)."""
-    each = shape.width * CACHE_BYTES[recipe.how.trunk_dtype]
+    each = shape.width * CACHED_BYTES[recipe.how.trunk_dtype]
     between = 2 * 4 * shape.width * load.tree_tokens if recipe.how.trunk_order == "blocks" else 0
     return int(load.tree_tokens * each), between

@@ -15,10 +15,9 @@ import numpy as np
 from edgeft.config import Recipe
 from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest, epoch_order
-from edgeft.train.schedule import Schedule
+from edgeft.train.schedule import WITHOUT_GRADIENT, Schedule
 
 SAMPLE_ROWS = 1024  # looked at; counting them all would take longer than a plan should
-WITHOUT_GRADIENT = 2  # as in train/trunk.py: passes that keep nothing may be so many times larger
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from edgeft.config import TENSORS
-from edgeft.model import is_gguf
+from edgeft.evaluate.quick import SLOW
+from edgeft.model import ggml, is_gguf
 from edgeft.model.gguf import GGUF
 from edgeft.model.header import LINEARS, header_values, plain_rotation
 from edgeft.sparse.scheme import channel_count
@@ -43,6 +44,7 @@ class Shape:
     embedding_bytes: int = 0
     head_bytes: int = 0  # 0: the head is the embedding
     kernel_types: bool = True  # the kernels unpack every linear themselves
+    slow_types: bool = False  # llama.cpp multiplies some of them slowly, see evaluate/quick.py
     mapped: bool = False  # weights are read from a mapped GGUF file
     dense: bool = False  # frozen weights are unpacked to float32 when they are loaded
 
@@ -112,6 +114,7 @@ def _of_gguf(source: str, frozen: str) -> Shape:
         embedding_bytes=gguf.tensors["token_embd.weight"].nbytes,
         head_bytes=head.nbytes if head else 0,
         kernel_types=all(info.type in KERNEL_TYPES for block in linears for info in block),
+        slow_types=any(ggml.type_name(info.type) in SLOW for block in linears for info in block),
         mapped=True,
         dense=frozen == "dense",
     )

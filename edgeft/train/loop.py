@@ -22,7 +22,7 @@ from torch import nn
 
 from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest, epoch_order
-from edgeft.errors import DamagedError, EdgeftError, RunError, StoppedError
+from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
 from edgeft.model import spare
 from edgeft.model.block import padded
 from edgeft.model.pool import pool
@@ -35,7 +35,9 @@ from edgeft.train import checkpoint, optimizer, trunk
 from edgeft.train.governor import Governor
 from edgeft.train.guard import Guard
 from edgeft.train.progress import Progress
+from edgeft.train.remaining import Remaining
 from edgeft.train.schedule import Schedule as Schedule
+from edgeft.train.watch import Watch, is_refusal
 from edgeft.work import step_flops
 
 
@@ -104,6 +106,9 @@ class Trainer:
         self.saved: int | None = None  # the step that this process saved last
         self.guard = Guard()
         self.process = psutil.Process()
+        longest = max(map(len, self.forest.paths))
+        self.watch = Watch(run, progress, longest, lambda: int(self.process.memory_info().rss), _let_go)
+        self.remaining = Remaining(run.read_json(run.path / "plan.json") or {}, self.schedule.steps)
 
     @property
     def engine(self) -> str:
@@ -124,20 +129,26 @@ class Trainer:
     def backward(self, rows: list[int], stopping: Callable[[], bool]) -> Passed | None:
         """Gradients of the mean loss over all targets of these rows, whatever the micro-batches; None: stopped."""
         targets = self.forest.trained(rows)
-        parts = list(self.forest.micro_batches(rows, self.run.recipe.how.micro_batch_tokens))
+        parts = self._parts(rows)
         passed = Passed()
-        for part in parts:
+        while parts:
             if stopping():
                 return None
+            if self.watch.look():  # the same rows in smaller passes
+                parts = self._parts([row for part in parts for row in part])
+            part = parts.pop(0)
             nodes, batch = self.forest.batch(part)
             self._choose_tokens(batch, part[0])
             piece = self.loss(nodes, batch) / targets
             passed.loss += float(piece.detach())
-            with self.optimizer.last_pass(passed.loss) if part is parts[-1] else nullcontext():
+            with nullcontext() if parts else self.optimizer.last_pass(passed.loss):
                 piece.backward()  # type: ignore[no-untyped-call]
             passed.tokens += len(nodes)
             passed.flops += self.flops(batch)
         return passed
+
+    def _parts(self, rows: list[int]) -> list[list[int]]:
+        return list(self.forest.micro_batches(rows, self.run.recipe.how.micro_batch_tokens))
 
     def _choose_tokens(self, batch: Batch, salt: int) -> None:
         """TokenTune: a random share of the tokens, the same when the step is taken again; trained ones always."""
@@ -182,16 +193,21 @@ class Trainer:
         self.began = time.monotonic()
         with stop_requests() as asked:
             self.governor = Governor(self.run, self.progress, asked)
-            pausing = self.governor.between
             found = trunk.prepare(
-                self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, pausing, self.engine
-            )
+                self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, self._between_trunks,
+                self.engine,
+            )  # fmt: skip
             if found is None:
                 raise self._stopped()
             self.trunk = found
             spare.trim()
             self._restore()
             self._fit(lambda: self.governor.between(self._save_before_pause))
+
+    def _between_trunks(self) -> bool:
+        """True: asked to stop."""
+        self.watch.look("trunk")
+        return self.governor.between()
 
     def _fit(self, stopping: Callable[[], bool]) -> None:
         schedule = self.schedule
@@ -212,7 +228,11 @@ class Trainer:
             begin = self.governor.worked_s()
             lr = schedule.lr(self.step) * self.guard.rate
             self.optimizer.set_rate(lr)
-            passed = self.backward(self.step_rows(self.step), stopping)
+            try:
+                passed = self.backward(self.step_rows(self.step), stopping)
+            except (DoesNotFitError, MemoryError, RuntimeError) as error:
+                self._no_memory(error)
+                continue
             if passed is None:
                 self.optimizer.clear()
                 self.save()
@@ -228,6 +248,7 @@ class Trainer:
             self.run.log(
                 event="step", step=self.step, loss=passed.loss, lr=lr, grad_norm=norm,
                 tokens=passed.tokens, flops=passed.flops, seconds=round(seconds, 4), rss_bytes=rss,
+                planned_bytes=self.watch.planned_bytes, left_s=self._left(seconds),
             )  # fmt: skip
             note = f"loss {passed.loss:.3f} · {passed.tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"
             self.progress.advance(1, note + self.governor.note)
@@ -261,6 +282,25 @@ class Trainer:
                 **self.governor.totals(),
             },
         )
+
+    def _left(self, seconds: float) -> float | None:
+        """Seconds that the run will still take, with all later stages; this step took `seconds`."""
+        self.remaining.step(seconds)
+        left = self.remaining.left(self.step)
+        if left is not None:
+            self.progress.left(left)
+        return None if left is None else round(left, 1)
+
+    def _no_memory(self, error: Exception) -> None:
+        """A pass did not get the memory it wanted: the step is taken again in smaller ones, or the run is saved."""
+        if not isinstance(error, DoesNotFitError) and not is_refusal(error):
+            raise error
+        self.optimizer.clear()
+        smaller = not isinstance(error, DoesNotFitError) and not self.run.recipe.how.step_in_place
+        if smaller and self.watch.smaller("the system gave no more memory"):
+            return
+        self.save()
+        raise error if isinstance(error, DoesNotFitError) else self.watch.refused() from None
 
     def _validate(self) -> None:
         begin = self.governor.worked_s()
@@ -380,6 +420,11 @@ class Trainer:
             f"stopped at step {self.step} of {self.schedule.steps}; everything so far is saved",
             f"go on with `edgeft finetune --resume --out {self.run.path}`",
         )
+
+
+def _let_go(tokens: int) -> None:
+    """Buffers of passes that were larger."""
+    pool.resize(padded(tokens))
 
 
 def damage(run: Run, progress: Progress) -> checkpoint.Tell:
