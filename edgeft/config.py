@@ -174,6 +174,11 @@ class HowConfig:
         "rows: all trunk blocks for a few rows at a time; blocks: one block for all rows, its weights alone in memory",
         choices=("rows", "blocks"),
     )
+    spare_memory: bool = knob(
+        False,
+        "give memory back as soon as it is not used: pages of mapped weights after every product, freed buffers at "
+        "once; a little slower",
+    )
     tree: bool = knob(True, "compute shared prefixes of rows once")
     supervised_only: bool = knob(
         True, "head, and the last block beyond its keys and values, for trained positions alone"
@@ -434,6 +439,36 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no table of keys", "a recipe looks like `train: {epochs: 3}`")
     return values
+
+
+# ---------------------------------------------------------------- sizes
+
+UNITS = {"": 1, "b": 1} | {
+    f"{letter}{ending}": (1000 if ending == "b" else 1024) ** power
+    for power, letter in enumerate("kmgt", 1)
+    for ending in ("ib", "b", "i", "")
+}
+TIMES = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}  # seconds
+
+
+def parse_size(text: str, option: str = "--memory") -> int:
+    """`1500MiB`, `1.5GiB`, `6GB`, `2G` (binary, as in ulimit and systemd) → bytes."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip())
+    if not match or match[2].lower() not in UNITS:
+        raise ConfigError(f"`{option} {_shown(text)}` is no size", "for example 1500MiB, 1.5GiB or 6GB")
+    found = int(float(match[1]) * UNITS[match[2].lower()])
+    if not 1 << 20 <= found < 1 << 60:
+        raise ConfigError(f"`{option} {text}` is {found} bytes", "for example 1500MiB, 1.5GiB or 6GB")
+    return found
+
+
+def parse_time(text: str, option: str, least: float = 1.0) -> float:
+    """`90s`, `30min`, `1.5h` → seconds."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+)", text.strip())
+    found = float(match[1]) * TIMES.get(match[2].lower(), math.nan) if match else math.nan
+    if not least <= found:
+        raise ConfigError(f"`{option} {_shown(text)}` is no time", "for example 90s, 30min or 1.5h")
+    return found
 
 
 # ---------------------------------------------------------------- where files lie

@@ -1,104 +1,111 @@
-"""What schemes cost, as the search needs it: the planner's own formulas, asked once for every part that a scheme has.
+"""What schemes cost, as the search needs it: tables made by asking the planner for every part that a scheme can have.
 
-Blocks between the cut and the last one cost the same; so what one of them adds stands for all. Where parts share a
-buffer their sum is more than the whole, so that the search asks for the whole in the end (`Job.cost`).
+Blocks between the cut and the last one cost the same, so that one of them stands for all. Where parts share a buffer,
+or one stage's peak hides another's, a sum of parts is not the whole: of what was found, the whole is asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-from edgeft import plan, work
 from edgeft.config import TENSORS, HowConfig, Recipe
 from edgeft.data.tokens import Encoded
-from edgeft.data.tree import Forest, epoch_order
 from edgeft.model.header import BIASES
-from edgeft.plan import Shape
+from edgeft.plan import STATE_BYTES, Shape, fit
+from edgeft.plan.memory import Engine
+from edgeft.plan.rows import Load
 from edgeft.sparse.evolve import SHARES, Problem
 from edgeft.sparse.scheme import Scheme
-from edgeft.train.schedule import Schedule
 
-LOOKED_AT = 1024  # rows; counting the passes over more of them would take longer than the search itself
+BELOW = 5  # blocks that a stack is asked about with, to see what a tensor adds in its middle
 
 Floats = npt.NDArray[np.float64]
 
 
-class Job:
+class Costs:
     """Training on these rows by this recipe, with any scheme."""
 
     def __init__(
-        self, recipe: Recipe, shape: Shape, arch: str, train: Sequence[Encoded], heldout: Sequence[Encoded], rate: float
+        self,
+        recipe: Recipe,
+        shape: Shape,
+        train: Sequence[Encoded],
+        heldout: Sequence[Encoded],
+        machine: fit.Machine,
+        engine: Engine | None,
     ) -> None:
-        """rate: floating-point operations a second."""
-        self.recipe, self.shape, self.arch, self.rate = recipe, shape, arch, rate
-        self.longest = max(len(row.ids) for row in (*train, *heldout))
-        self.scale = len(train) / len(train[:LOOKED_AT])
-        self.forest = Forest([*train[:LOOKED_AT], *heldout], share=recipe.how.tree)
-        self.rows = range(len(train[:LOOKED_AT]))
-        self.held = range(len(self.rows), len(self.forest.paths))
-        schedule = Schedule(len(train), recipe.train)
-        self.epochs = schedule.steps / schedule.per_epoch
-        self.passes = cache(self._passes)
+        self.job = fit.Job(recipe, shape, Load(train, heldout, recipe), machine, engine)
+        self.shape = shape
+        self.ways = self._ways()
 
-    def _pass(self, rows: Sequence[int]) -> npt.NDArray[np.int64]:
-        """(tokens, pairs of them that see each other, tokens that ask, their pairs, targets)."""
-        nodes, seen = self.forest.nodes(rows), self.forest.positions + 1
-        at = np.unique(np.concatenate([self.forest.at[row] for row in rows]))
-        return np.array([len(nodes), seen[nodes].sum(), len(at), seen[at].sum(), self.forest.trained(rows)])
+    def _ways(self) -> list[HowConfig]:
+        """Micro-batches, recomputation, AdamW's precision; of micro-batches that come to the same passes, one."""
+        asked, load = self.job.recipe.how, self.job.load
+        found: dict[tuple[object, ...], HowConfig] = {}
+        for way in fit.ways(asked, self.job.engine):
+            if (way.trunk_order, way.spare_memory) == (asked.trunk_order, asked.spare_memory):
+                passes = sum(len(step) for step in load.passes(way.micro_batch_tokens))
+                found.setdefault((passes, way.recompute, way.optimizer_state), way)
+        return list(found.values())
 
-    def _passes(self, micro_batch: int) -> tuple[list[int], list[int]]:
-        """Summed: of an epoch's passes, and of one validation's."""
-        train = self.recipe.train
-        order = epoch_order(self.forest, self.rows, train.seed, 0, train.order == "grouped")
-        steps = [order[start : start + train.batch_rows] for start in range(0, len(order), train.batch_rows)]
-        parts = [part for step in steps for part in self.forest.micro_batches(step, micro_batch)]
-        held = [self._pass(part) for part in self.forest.micro_batches(self.held, micro_batch)] if self.held else []
-        epoch = self.scale * np.sum([self._pass(part) for part in parts], axis=0)
-        return epoch.astype(int).tolist(), np.sum([np.zeros(5, int), *held], axis=0).tolist()
+    def _planned(self, scheme: Scheme, how: HowConfig) -> fit.Job:
+        job = self.job.with_how(how)
+        job.scheme = scheme
+        job.exported_bytes = fit.exported_bytes(self.shape, scheme, job.recipe.export.type)
+        return job
 
-    def ways(self) -> list[HowConfig]:
-        """Ways to run it: as asked, with smaller micro-batches, computing activations again."""
-        asked = self.recipe.how
-        sizes = sorted({max(s, self.longest) for s in (asked.micro_batch_tokens, 512, 256, 128, 64)}, reverse=True)
-        sizes = [size for size in sizes if size <= max(asked.micro_batch_tokens, self.longest)]
-        again = [True] if asked.recompute else [False, True]
-        return [dataclasses.replace(asked, micro_batch_tokens=s, recompute=r) for r in again for s in sizes]
+    def of(self, scheme: Scheme, how: HowConfig, budget_bytes: float) -> Floats:
+        """(bytes at the peak of the run, seconds of trunk and training)."""
+        job = self._planned(scheme, how)
+        return np.array([job.peak(int(min(budget_bytes, 1 << 60))), _seconds(job)])
 
-    def cost(self, scheme: Scheme, how: HowConfig) -> Floats:
-        """(bytes at the peak of training, seconds of all of it)."""
-        epoch, held = self.passes(how.micro_batch_tokens)
-        flops = self.epochs * work.step_flops(self.shape, scheme, *epoch)
-        if how.recompute:
-            flops += self.epochs * work.step_flops(self.shape, scheme, *epoch, back=False)
-        flops += (1 + self.recipe.train.validations) * work.step_flops(self.shape, scheme, *held, back=False)
-        tokens = self.scale * len(self.forest)
-        flops += scheme.cut * 2.0 * self.shape.block_parameters * tokens  # the trunk, once
-        terms = plan.estimate(self.shape, scheme, how, self.longest)
-        return np.array([sum(terms.values()), flops / self.rate])
+    def _parts(self, scheme: Scheme, how: HowConfig) -> Floats:
+        """(bytes of training without AdamW's moments, these, seconds)."""
+        job = self._planned(scheme, how)
+        terms = job.stages(0)["train"]
+        moments = terms["optimiser state"]
+        return np.array([sum(terms.values()) - moments, moments, _seconds(job)])
 
-    def problem(self, gain: Floats, small_gain: Floats, budget: Floats) -> Problem:
-        """gain (depth, tensors, shares), small_gain (depth,)."""
-        depth, ways = self.shape.depth, self.ways()
-        fixed, small = np.zeros((len(ways), depth, 2)), np.zeros((len(ways), depth, 2))
-        cost = np.zeros((len(ways), depth, len(TENSORS), len(SHARES), 2))
-        for number, how in enumerate(ways):
-            for block in range(depth):
-                fixed[number, block] = self.cost(_scheme({}, norms=[block]), how)
-            lowest = fixed[number, 0]
-            for block in {min(1, depth - 1), depth - 1}:
-                same = slice(None, -1) if block < depth - 1 else slice(-1, None)
-                for t, tensor in enumerate(TENSORS):
-                    for s, share in enumerate(SHARES[1:], 1):
-                        added = self.cost(_scheme({(block, tensor): share}, norms=[0]), how) - lowest
-                        cost[number, same, t, s] = added
-                biases = [(block, tensor) for tensor in BIASES[self.arch]]
-                small[number, same] = self.cost(_scheme({}, biases, [0, block]), how) - lowest
-        return Problem(gain, small_gain, fixed, np.maximum(cost, 0), np.maximum(small, 0), budget)
+    def problem(self, budget: Floats) -> Problem:
+        """With nothing to gain yet."""
+        depth, tables = self.shape.depth, {}
+        asked = self.ways[0].optimizer_state
+        fixed, small = np.zeros((len(self.ways), depth, 2)), np.zeros((len(self.ways), depth, 2))
+        cost = np.zeros((len(self.ways), depth, len(TENSORS), len(SHARES), 2))
+        for number, how in enumerate(self.ways):
+            passes = (how.micro_batch_tokens, how.recompute)
+            if passes not in tables:
+                tables[passes] = self._tables(dataclasses.replace(how, optimizer_state=asked))
+            share = STATE_BYTES[how.optimizer_state] / STATE_BYTES[asked]
+            for table, of in zip((fixed, cost, small), tables[passes], strict=True):
+                table[number, ..., 0] = of[..., 0] + share * of[..., 1]
+                table[number, ..., 1] = of[..., 2]
+        nothing = np.zeros((depth, len(TENSORS), len(SHARES)))
+        return Problem(nothing, nothing[:, 0, 0], fixed, cost, small, budget)
+
+    def _tables(self, how: HowConfig) -> tuple[Floats, Floats, Floats]:
+        """(with each cut, for each block, tensor and share, for each block's biases and norms), all as `_parts`."""
+        depth, arch = self.shape.depth, self.shape.arch
+        fixed = np.array([self._parts(_scheme({}, norms=[block]), how) for block in range(depth)])
+        cost, small = np.zeros((depth, len(TENSORS), len(SHARES), 3)), np.zeros((depth, 3))
+        low = max(0, depth - BELOW)
+        for block in {min(low + 1, depth - 1), depth - 1}:
+            same = slice(None, -1) if block < depth - 1 else slice(-1, None)
+            for t, tensor in enumerate(TENSORS):
+                for s, share in enumerate(SHARES[1:], 1):
+                    cost[same, t, s] = self._parts(_scheme({(block, tensor): share}, norms=[low]), how) - fixed[low]
+            biases = [(block, tensor) for tensor in BIASES[arch]]
+            small[same] = self._parts(_scheme({}, biases, [low, block]), how) - fixed[low]
+        return fixed, np.maximum(cost, 0), np.maximum(small, 0)
+
+
+def _seconds(job: fit.Job) -> float:
+    found = job.clock().stages(job.exported_bytes)
+    return found.get("trunk", 0.0) + found["train"]
 
 
 def _scheme(

@@ -98,7 +98,7 @@ def mounts(root: Path = ROOT) -> list[Mount]:
     return found
 
 
-def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+def control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     """(version, folder) of this process's control groups for `memory` or `cpu`, from its own one up to the top."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -125,7 +125,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
                 yield version, base.joinpath(*parts[:depth])
 
 
-def _stat(path: Path, name: str) -> int | None:
+def stat_value(path: Path, name: str) -> int | None:
     for line in read_text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.isdigit():
@@ -165,21 +165,23 @@ def memory(root: Path = ROOT) -> Memory:
         physical, available = int(seen.total), int(seen.available)
 
     limit = physical
-    for version, group in _groups(root, "memory"):
+    for version, group in control_groups(root, "memory"):
         if version == 2:
             # Above memory.high a process is slowed down until it stands still: for us the same as a limit.
             limits = [read_int(group / "memory.max"), read_int(group / "memory.high")]
-            used, cache = read_int(group / "memory.current"), _stat(group / "memory.stat", "inactive_file")
+            used, stat, before = read_int(group / "memory.current"), group / "memory.stat", ""
         else:
             # hierarchical_memory_limit also knows the parents that a container cannot see.
-            stat = group / "memory.stat"
-            limits = [read_int(group / "memory.limit_in_bytes"), _stat(stat, "hierarchical_memory_limit")]
-            used, cache = read_int(group / "memory.usage_in_bytes"), _stat(stat, "total_inactive_file")
+            stat, before = group / "memory.stat", "total_"
+            limits = [read_int(group / "memory.limit_in_bytes"), stat_value(stat, "hierarchical_memory_limit")]
+            used = read_int(group / "memory.usage_in_bytes")
         here = min((n for n in limits if n is not None and n > 0), default=physical)
         if here < physical:
             limit = min(limit, here)
-            # Cached file pages count as used, and are given up as soon as somebody needs the room.
-            available = min(available, max(0, here - max(0, (used or 0) - (cache or 0))))
+            # Cached file pages count as used, those of mapped weights too, and are given up when somebody needs the
+            # room; what lies in memory alone (tmpfs) is not among these two.
+            cached = sum(stat_value(stat, f"{before}{kind}_file") or 0 for kind in ("inactive", "active"))
+            available = min(available, max(0, here - max(0, (used or 0) - cached)))
     return Memory(physical, limit if limit < physical else None, available)
 
 
@@ -193,7 +195,7 @@ def allowed_cpus() -> set[int]:
 def cpu_quota(root: Path = ROOT) -> float | None:
     """CPUs' worth of time that the control groups grant, None when they set no limit."""
     quota = math.inf
-    for version, group in _groups(root, "cpu"):
+    for version, group in control_groups(root, "cpu"):
         if version == 2:
             share, _, period = read_text(group / "cpu.max").partition(" ")  # "150000 100000" or "max 100000"
         else:

@@ -9,13 +9,13 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from edgeft import device
-from edgeft.config import HowConfig, Recipe, exists
+from edgeft.config import Device, HowConfig, Recipe, exists
 from edgeft.data import rows as data_rows
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from edgeft.sparse.scheme import Scheme
     from edgeft.train.engine import Engine
 
+PLAN_ROWS = 600  # rows that `edgeft plan` looks at: a second's worth; they stand for the others
 VERIFY_ROWS = 12  # held-out rows on which an exported file must agree with the trainer
 
 
@@ -98,12 +99,16 @@ def encode(recipe: Recipe) -> tuple[data_rows.Dataset, list[Encoded], list[Encod
     return dataset, train, heldout, dropped + lost
 
 
-def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]:
-    """Training and held-out rows as tokens."""
+def prepare(
+    run: Run, progress: Progress, budget_bytes: int = 0, fit: bool = False
+) -> tuple[list[Encoded], list[Encoded]]:
+    """Training and held-out rows as tokens; nothing is kept of a run that does not fit its budget."""
     if run.tokens.is_file():
         return data_tokens.load(run.tokens)
     started = time.monotonic()
     dataset, train, heldout, dropped = encode(run.recipe)
+    if budget_bytes:
+        make_plan(run, train, heldout, budget_bytes, progress, fit=fit)
     data_tokens.save(run.tokens, train, heldout)
     counts = {
         "train_rows": len(train),
@@ -128,8 +133,10 @@ def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]
 
 def load_stack(recipe: Recipe, engine: Engine | None = None) -> Stack:
     """The model, all of it frozen."""
+    from edgeft.model import spare
     from edgeft.model.stack import load
 
+    spare.use(recipe.how.spare_memory)
     use_threads(recipe.how.threads)
     kernels = engine.kernels if engine else None
     lean = kernels is not None and recipe.update.method != "lora"  # PEFT needs transformers anyway
@@ -149,24 +156,73 @@ def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, 
     return stack, chosen, scheme.apply(stack, chosen, recipe.train.seed)
 
 
-def make_plan(run: Run, shape: Shape, scheme: Scheme, longest: int, budget_bytes: int, progress: Progress) -> None:
-    """Says what the run will need, and chooses how it fits; DoesNotFitError if nothing does."""
-    from edgeft import plan
+def make_plan(
+    run: Run,
+    rows: list[Encoded],
+    heldout: list[Encoded],
+    budget_bytes: int,
+    progress: Progress,
+    engine: Engine | None = None,
+    fit: bool = False,
+) -> dict[str, Any]:
+    """Says what the run will need, and chooses how it fits; DoesNotFitError if nothing does.
 
-    place, asked = run.path / "plan.json", asdict(run.recipe.how)
+    engine: what computes, once that is known; before, what will is foretold.
+    """
+    from edgeft.plan import memory
+    from edgeft.plan.fit import Job, Machine, make
+    from edgeft.plan.rows import Load
+    from edgeft.plan.shape import shape_of
+
+    recipe, place = run.recipe, run.path / "plan.json"
     before = run.read_json(place) or {}
-    if before.get("asked") == asked and before.get("budget_bytes") == budget_bytes:
-        # as it was planned: kernels compiled since then need less memory, and other micro-batches round otherwise
-        found, run.recipe.how = before, HowConfig(**before["how"])
-    else:
-        found = {**plan.fit(run.recipe, shape, scheme, longest, budget_bytes), "asked": asked}
-        run.write_json(place, found)
-    progress.line(plan.describe(found))
+    if engine and before.get("asked") == asdict(recipe.how) and before.get("budget_bytes") == budget_bytes:
+        # as it was planned: other micro-batches would round otherwise
+        recipe.how = HowConfig(**before["how"])
+        return before
+    machine = Machine.here(recipe.how.threads)
+    known = memory.Engine(engine.kernels is not None, engine.half, machine.threads) if engine else None
+    shape = shape_of(model_source(recipe.model.path), recipe.model.frozen)
+    job = Job(recipe, shape, Load(rows, heldout, recipe), machine, known)
+    chosen, found = make(job, budget_bytes, fit)
+    if found["changed"]:
+        recipe.update, recipe.model = chosen.recipe.update, chosen.recipe.model
+        run.write_recipe()
+    recipe.how = chosen.recipe.how
+    run.write_json(place, found)
+    progress.plan(found)
+    return found
+
+
+def plan_of(recipe: Recipe, profile: Device, budget_bytes: int, fit: bool = False) -> dict[str, Any]:
+    """The plan of a run that is not begun: a header and some rows are read."""
+    from edgeft.model.tokenizer import open_tokenizer
+    from edgeft.plan.fit import Job, Machine, make
+    from edgeft.plan.rows import Load
+    from edgeft.plan.shape import shape_of
+
+    source, data = model_source(recipe.model.path), recipe.data
+    check_model(source, recipe.model.frozen)
+    dataset = data_rows.load(data)
+    tokenizer = open_tokenizer(source)
+    given, held = dataset.train, dataset.heldout[: data.heldout_rows]
+    some, few = given[:PLAN_ROWS], held[:PLAN_ROWS]
+    rows, _ = data_tokens.encode_rows(some, tokenizer, data.max_tokens, data.system)
+    heldout, _ = data_tokens.encode_rows(few, tokenizer, data.max_tokens, data.system)
+    if not rows:
+        raise DataError("no row can be trained on: there are none", "look with `edgeft data FILE`")
+    # of those that are not looked at, as many are left out
+    count = round(len(given) * len(rows) / len(some))
+    held_count = round(len(held) * len(heldout) / len(few)) if few else 0
+    here = profile.name == "auto"
+    machine = Machine.here(recipe.how.threads) if here else Machine.of(profile, recipe.how.threads)
+    load = Load(rows, heldout, recipe, count, held_count)
+    return make(Job(recipe, shape_of(source, recipe.model.frozen), load, machine), budget_bytes, fit)[1]
 
 
 def choose_engine(run: Run, shape: Shape, scheme: Scheme, rows: list[Encoded], progress: Progress) -> Engine:
     from edgeft.train import engine
-    from edgeft.train.loop import Schedule
+    from edgeft.train.schedule import Schedule
     from edgeft.work import step_flops
 
     tokens, targets = sum(len(r.ids) for r in rows), sum(int(r.trained.sum()) for r in rows)
@@ -199,7 +255,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     run.recipe.how.compile = "on" if engine.kernels else "off"  # what `auto` came to: the plan depends on it
     run.recipe.how.products = "bf16" if engine.half else "fp32"
     if budget_bytes:
-        make_plan(run, shape, planned, max(len(r.ids) for r in rows + heldout), budget_bytes, progress)
+        make_plan(run, rows, heldout, budget_bytes, progress, engine)
     stack, scheme, parameters = build(run.recipe, engine)
     trained = sum(p.numel() for p in parameters.values())
     progress.line(
@@ -215,7 +271,9 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     trainer.fit(weights_id)
 
 
-def trained_stack(run: Run, progress: Progress = Progress()) -> tuple[Stack, Scheme, dict[str, Any]]:
+def trained_stack(
+    run: Run, progress: Progress = Progress(), engine: Engine | None = None, spare_memory: bool = False
+) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The run's model with its best checkpoint loaded."""
     from edgeft.train.loop import load_trained
 
@@ -223,7 +281,8 @@ def trained_stack(run: Run, progress: Progress = Progress()) -> tuple[Stack, Sch
         raise RunError(
             f"{run.path} has no trained weights yet", f"go on with `edgeft finetune --resume --out {run.path}`"
         )
-    stack, scheme, parameters = build(run.recipe)
+    how = replace(run.recipe.how, spare_memory=spare_memory)
+    stack, scheme, parameters = build(replace(run.recipe, how=how), engine)
     load_trained(parameters, run, progress)
     return stack, scheme, parameters
 
@@ -231,9 +290,10 @@ def trained_stack(run: Run, progress: Progress = Progress()) -> tuple[Stack, Sch
 # ---------------------------------------------------------------- export
 
 
-def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -> dict[str, Any]:
+def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress, budget_bytes: int = 0) -> dict[str, Any]:
     """Writes the tuned model; a GGUF file takes its place only after it agreed with the trainer in llama.cpp."""
     from edgeft.sparse import scheme as schemes
+    from edgeft.train import engine
 
     source = model_source(run.recipe.model.path)
     if kind not in ("gguf", "hf", "peft"):
@@ -242,7 +302,8 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -
         from edgeft.export.gguf import check_type
 
         check_type(type_name)
-    stack, scheme, _ = trained_stack(run, progress)
+    # weights are read twice here, once to be copied and once for the check: none of them need stay in memory
+    stack, scheme, _ = trained_stack(run, progress, engine.recalled(run), spare_memory=True)
     updates: Iterable[tuple[str, Any]] = schemes.updated(stack, scheme)
     if kind == "hf":
         from edgeft.export.hf import export_hf
@@ -286,7 +347,14 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress) -
             base_name=Path(source).name,
             template=None if tokenizer.has_template else tokenizer.template,
             check=lambda path: verify(
-                path, stack, checked, tokenizer, run.recipe.data.system, type_name, use_threads(run.recipe.how.threads)
+                path,
+                stack,
+                checked,
+                tokenizer,
+                run.recipe.data.system,
+                type_name,
+                use_threads(run.recipe.how.threads),
+                room_bytes=budget_bytes,
             ),
         )
     write_modelfile(out)
@@ -314,7 +382,7 @@ def chat_file(target: Path) -> Path:
 # ---------------------------------------------------------------- all of it
 
 
-def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> None:
+def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0, fit: bool = False) -> None:
     """One stage of `edgeft finetune`, in the process that stage.py gave it; what comes out stands in the run folder."""
     source = model_source(run.recipe.model.path)
     if name in ("export", "eval"):
@@ -325,7 +393,7 @@ def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> 
         check_model(source, run.recipe.model.frozen)
         check_scheme(run.recipe, source)
         check_disk(run, source)
-        prepare(run, progress)
+        prepare(run, progress, budget_bytes, fit)
     elif name == "search":
         from edgeft import search
 
@@ -333,7 +401,7 @@ def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> 
     elif name == "train":
         train(run, progress, budget_bytes)
     elif name == "export":
-        run.write_json(run.exported, export(run, "gguf", run.recipe.export.type, run.model, progress))
+        run.write_json(run.exported, export(run, "gguf", run.recipe.export.type, run.model, progress, budget_bytes))
     elif name == "eval":
         _, heldout = data_tokens.load(run.tokens)
         rows = heldout[: run.recipe.eval.rows]
@@ -341,6 +409,6 @@ def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> 
             from edgeft.evaluate.compare import evaluate_files, evaluate_run
 
             if is_gguf(source):
-                evaluate_files(source, str(run.model), rows, run.recipe.eval.max_new_tokens, progress)
+                evaluate_files(source, str(run.model), rows, run.recipe.eval.max_new_tokens, progress, budget_bytes)
             else:
                 evaluate_run(run, rows, progress)

@@ -186,10 +186,10 @@ class Run:
         run.lock()
         for folder in (path, run.checkpoints, run.trunk):
             sweep(folder, locked=True)
-        run.save_recipe()
+        run.write_recipe()
         return run
 
-    def save_recipe(self) -> None:
+    def write_recipe(self) -> None:
         with replacing(self.recipe_file) as file:
             file.write(config.dump(self.recipe).encode())
 

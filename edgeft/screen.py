@@ -27,6 +27,7 @@ class Screen(Progress):
         self.began = self.said = 0.0
         self.paused_at: float | None = None
         self.paused_s = 0.0
+        self.all_left = ""  # how long the whole run will take, where somebody said so
 
     def clock(self) -> float:
         """Stands still in a pause, so that the time left is that of work."""
@@ -40,7 +41,7 @@ class Screen(Progress):
 
     def stage(self, name: str, total: float) -> None:
         self.end()
-        self.name, self.total, self.done = name, total, 0.0
+        self.name, self.total, self.done, self.all_left = name, total, 0.0, ""
         self.began = self.said = self.clock()
         if self.console.is_terminal:
             self.bar = Bar(
@@ -51,8 +52,19 @@ class Screen(Progress):
             self.bar.add_task(name, total=total, note="")
             self.bar.start()
 
+    def left(self, seconds: float) -> None:
+        from edgeft.report.words import duration
+
+        self.all_left = f" · {duration(seconds)} left in all"
+
+    def plan(self, plan: dict[str, Any]) -> None:
+        from edgeft.plan.show import print_plan
+
+        print_plan(self.console, plan)
+
     def advance(self, amount: float, note: str = "") -> None:
         self.done += amount
+        note += self.all_left
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], advance=amount, note=note)
         elif amount and self.clock() - self.said >= PLAIN_EVERY_S:
@@ -239,7 +251,6 @@ def print_search(console: Console, found: dict[str, Any]) -> None:
     for name, gain in rows:
         table.add_row(name, f"{gain:.4g}", f"{gain / every:.1%}")
     console.print(table)
-    how = found["how"]
     key_values(
         console,
         [
@@ -249,9 +260,6 @@ def print_search(console: Console, found: dict[str, Any]) -> None:
                 f"{found['trained_parameters'] / 1e6:.2f} M parameters from block {found['cut']} on, "
                 f"{size(found['peak_bytes'])}, {duration(found['seconds'])} of training",
             ),
-            (
-                "how",
-                f"micro-batches of {how['micro_batch_tokens']} tokens" + (", recomputing" if how["recompute"] else ""),
-            ),
+            ("how", ", ".join(f"{key} {value}" for key, value in found["how"].items()) or "as the recipe says"),
         ],
     )

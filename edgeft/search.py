@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeft import cache, config, plan
-from edgeft.config import TENSORS, PartConfig, Recipe, UpdateConfig
-from edgeft.costs import Job
+from edgeft.config import TENSORS, Device, PartConfig, Recipe, UpdateConfig
+from edgeft.costs import Costs
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
 from edgeft.errors import ConfigError, DoesNotFitError, EdgeftError, RunError
-from edgeft.model import is_gguf
-from edgeft.model.gguf import GGUF
 from edgeft.model.header import BIASES
+from edgeft.plan import memory as plan_memory
+from edgeft.plan.fit import Machine
 from edgeft.report.words import duration, size
 from edgeft.run import Run, model_source, read_json, replacing, write_json
 from edgeft.sparse import evolve
@@ -38,14 +38,14 @@ from edgeft.sparse.evolve import SHARES, Found, Problem
 from edgeft.sparse.scheme import Scheme
 from edgeft.train.progress import Progress
 from edgeft.train.schedule import Schedule
-from edgeft.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from edgeft.sparse.contribution import Calibration, FirstOrder, Sample
 
 FORMAT = 1  # of what is kept in the cache
-USED_RATE = 0.6  # of the measured rate of matrix products that whole steps reach: norms, attention, unpacking take time
+USED_RATE = 0.6  # of the measured rate of products that whole trials reach: norms, attention and unpacking take time
 MEASURE_S = 180.0  # for trials, where nothing is said
+WAYS = ("micro_batch_tokens", "recompute", "optimizer_state")  # what of `how` is chosen with the scheme
 TRIES = 8  # times that a budget is tightened because parts cost more together than one by one
 
 Floats = npt.NDArray[np.float64]
@@ -64,12 +64,12 @@ class Budget:
         """As people write it; what is left out is as before, or as the device has it."""
         found = before or Budget(float(device_bytes), measure_s=MEASURE_S)
         if memory is not None:
-            found = dataclasses.replace(found, memory_bytes=float(parse_bytes(memory, "--memory")))
+            found = dataclasses.replace(found, memory_bytes=float(config.parse_size(memory)))
         if time is not None:
-            limit = parse_seconds(time, "--time")
+            limit = config.parse_time(time, "--time")
             found = dataclasses.replace(found, time_s=limit, measure_s=limit / 10)
         if measure is not None:
-            found = dataclasses.replace(found, measure_s=parse_seconds(measure, "--measure"))
+            found = dataclasses.replace(found, measure_s=config.parse_time(measure, "--measure", least=0.0))
         return found
 
 
@@ -146,7 +146,7 @@ class Posed:
     recipe: Recipe
     budget: Budget
     arch: str
-    job: Job
+    costs: Costs
     problem: Problem
     numbers: dict[str, Any]  # of how it came about
 
@@ -162,12 +162,14 @@ def pose(
     budget: Budget,
     seed: int,
     progress: Progress,
+    profile: Device | None = None,
     again: bool = False,
     like: UpdateConfig | None = None,
 ) -> Posed:
     """Contributions and costs.
 
-    again: contributions that are kept do not count. like: the budgets are also those of this.
+    profile: of the machine that will train, if it is another. again: contributions that are kept do not count.
+    like: it may also cost no more than this would.
     """
     from edgeft.sparse import contribution
 
@@ -178,20 +180,23 @@ def pose(
         )
     recipe = dataclasses.replace(recipe, how=dataclasses.replace(recipe.how))
     source = model_source(recipe.model.path)
-    shape, arch = plan.shape_of(source, recipe.model.frozen), _arch(source)
+    shape = plan.shape_of(source, recipe.model.frozen)
+    arch = shape.arch
     sample = contribution.draw(train, heldout, seed)
     with _entry(_key(recipe, source, sample), progress) as entry:
         if again:
             entry.note_file.unlink(missing_ok=True)
         worker = _Worker(recipe, source, shape, sample, entry, progress)
-        job = Job(recipe, shape, arch, train, heldout, worker.rate)
-        limits = np.array([budget.memory_bytes, budget.time_s])
+        costs = worker.costs(train, heldout, profile)
         if like is not None:
-            limits = np.minimum(limits, job.cost(schemes.make(like, shape.depth, arch), recipe.how))
-            budget = dataclasses.replace(budget, memory_bytes=float(limits[0]), time_s=float(limits[1]))
-        nothing = np.zeros((shape.depth, len(TENSORS), len(SHARES)))
-        problem = job.problem(nothing, nothing[:, 0, 0], limits)
-        _refuse(problem, budget)
+            most = costs.of(schemes.make(like, shape.depth, arch), recipe.how, budget.memory_bytes)
+            budget = dataclasses.replace(
+                budget,
+                memory_bytes=min(budget.memory_bytes, float(most[0])),
+                time_s=min(budget.time_s, float(most[1])),
+            )
+        _refuse(costs, budget)
+        problem = costs.problem(np.array([budget.memory_bytes, budget.time_s]))
         first = worker.first_order()
         trials = worker.measure(first, arch, budget.measure_s)
         worker.done()
@@ -214,25 +219,25 @@ def pose(
         "contribution": gain[:, :, -1].tolist(),
         "contribution_biases": small.tolist(),
     }
-    return Posed(recipe, budget, arch, job, dataclasses.replace(problem, gain=gain, small_gain=small), numbers)
+    return Posed(recipe, budget, arch, costs, dataclasses.replace(problem, gain=gain, small_gain=small), numbers)
 
 
 def find(posed: Posed, seed: int, compare: bool = True) -> dict[str, Any]:
     """The best scheme, as numbers and names alone; compare: beside what other ways to search find."""
-    recipe, job, arch = posed.recipe, posed.job, posed.arch
-    found, compared = _evolve(posed.problem, job, arch, seed, compare)
-    how = job.ways()[found.way]
-    update = dataclasses.replace(recipe.update, parts=parts(found.level, found.biased, arch))
-    chosen = schemes.make(update, job.shape.depth, arch)
-    need, every = job.cost(chosen, how), posed.every()
+    found, compared = _evolve(posed, seed, compare)
+    how, entries = posed.costs.ways[found.way], parts(found.level, found.biased, posed.arch)
+    chosen = schemes.make(UpdateConfig(parts=entries), posed.problem.depth, posed.arch)
+    need, every = posed.costs.of(chosen, how, posed.budget.memory_bytes), posed.every()
+    asked = posed.costs.ways[0]
+    changed = {name: getattr(how, name) for name in WAYS if getattr(how, name) != getattr(asked, name)}
     return {
         **posed.numbers,
         "shares": [[SHARES[place] for place in row] for row in found.level],
         "biased_blocks": found.biased,
         "cut": chosen.cut,
-        "trained_parameters": plan.trained_parameters(job.shape, chosen),
-        "how": {"micro_batch_tokens": how.micro_batch_tokens, "recompute": how.recompute},
-        "parts": [dataclasses.asdict(part) for part in update.parts],
+        "trained_parameters": plan.trained_parameters(posed.costs.shape, chosen),
+        "how": changed,
+        "parts": [dataclasses.asdict(part) for part in entries],
         "gain": found.gain,
         "gain_share": found.gain / every if every else 0.0,
         "all_gain": every,
@@ -243,32 +248,26 @@ def find(posed: Posed, seed: int, compare: bool = True) -> dict[str, Any]:
     }
 
 
-def _arch(source: str) -> str:
-    if is_gguf(source):
-        return GGUF.open(source).arch
-    from edgeft.model.hf import MODEL_TYPES, read_config, resolve
-
-    return MODEL_TYPES[read_config(resolve(source)).model_type]
-
-
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _refuse(problem: Problem, budget: Budget) -> None:
-    """DoesNotFitError where not even a share of one tensor can be trained."""
-    if (problem.first_cuts() < problem.depth).any():
+def _refuse(costs: Costs, budget: Budget) -> None:
+    """DoesNotFitError where not even a few channels of one small tensor of the last block can be trained."""
+    last = costs.shape.depth - 1
+    least = Scheme("sparse", {(last, "k"): SHARES[1]})
+    needs = np.array([costs.of(least, how, budget.memory_bytes) for how in costs.ways])
+    if (needs <= [budget.memory_bytes, budget.time_s]).all(1).any():
         return
-    least_bytes, least_s = problem.smallest()
+    least_bytes, least_s = needs.min(0)
     if least_bytes > budget.memory_bytes:
         raise DoesNotFitError(
             f"the least that can be trained needs {size(least_bytes)}, and {size(budget.memory_bytes)} are allowed",
             f"--memory {math.ceil(least_bytes / 2**20)}MiB, shorter rows (--set data.max_tokens=…) or a smaller model",
         )
     raise DoesNotFitError(
-        f"the least that can be trained takes {duration(least_s)}, and {duration(budget.time_s)} are allowed"
-        + ("" if least_s > budget.time_s else f" at {size(budget.memory_bytes)}"),
-        f"--time {math.ceil(1.2 * least_s)}s, fewer epochs (--set train.epochs=…) or fewer rows (--set data.rows=…)",
+        f"the least that can be trained takes {duration(least_s)}, and {duration(budget.time_s)} are allowed",
+        f"--time {math.ceil(1.1 * least_s)}s, fewer epochs (--set train.epochs=…) or fewer rows (--set data.rows=…)",
     )
 
 
@@ -314,16 +313,25 @@ class _Worker:
 
         self.recipe, self.source, self.shape, self.sample = recipe, source, shape, sample
         self.entry, self.progress = entry, progress
-        threads = pipeline.use_threads(recipe.how.threads)
+        self.threads = pipeline.use_threads(recipe.how.threads)
         tokens = sample.tokens(sample.every())
         flops = 8.0 * shape.depth * shape.block_parameters * tokens  # forward, again, and two products back
         self.engine = engine.choose(Run(entry.path, recipe), shape.head, shape.gate, flops, progress)
-        recipe.how.compile = "on" if self.engine.kernels else "off"  # the plan depends on it
-        recipe.how.products = "bf16" if self.engine.half else "fp32"
-        rates = doctor.gemm_rates(threads=threads)
+        rates = doctor.gemm_rates(threads=self.threads)  # kept: the same plan the next time
         self.rate = 1e9 * USED_RATE * rates["bf16" if self.engine.half else "fp32"]
         self.inputs = Inputs(entry.path, sample, shape.depth, shape.width)
         self._stack: Any = None
+
+    def costs(self, train: Sequence[Encoded], heldout: Sequence[Encoded], profile: Device | None) -> Costs:
+        """Of training here, or on the machine of a profile."""
+        if profile is None:
+            machine = Machine.here(self.threads)
+            known = plan_memory.Engine(self.engine.kernels is not None, self.engine.half, self.threads)
+            return Costs(self.recipe, self.shape, train, heldout, machine, known)
+        machine = Machine.of(profile, self.recipe.how.threads)
+        if not machine.timed:
+            self.progress.line(f"`{profile.name}` says no rate of products (gemm_gflops): times are guesses")
+        return Costs(self.recipe, self.shape, train, heldout, machine, None)
 
     def stack(self) -> Any:
         """The model, with what every block sees of the sample in files."""
@@ -480,18 +488,24 @@ def _values(
 # ---------------------------------------------------------------- the scheme
 
 
-def _evolve(problem: Problem, job: Job, arch: str, seed: int, compare: bool) -> tuple[Found, dict[str, Any]]:
+def _evolve(posed: Posed, seed: int, compare: bool) -> tuple[Found, dict[str, Any]]:
     """(the best scheme that keeps the budgets by the plan of the whole, what other ways to search came to)."""
-    budget = problem.budget
+    problem, budget, need = posed.problem, posed.problem.budget, np.full(2, np.inf)
     for _ in range(TRIES):
+        if (problem.first_cuts() == problem.depth).all():
+            break
         start = evolve.greedy(problem)
         best = evolve.evolve(problem, seed, start)
-        over = job.cost(_scheme(job, best, arch), job.ways()[best.way]) / budget
-        if (over <= 1).all():
+        update = UpdateConfig(parts=parts(best.level, best.biased, posed.arch))
+        chosen = schemes.make(update, problem.depth, posed.arch)
+        need = posed.costs.of(chosen, posed.costs.ways[best.way], budget[0])
+        if (need <= budget).all():
             break
-        problem = dataclasses.replace(problem, budget=problem.budget / np.maximum(over, 1) * 0.998)
-    else:
-        raise DoesNotFitError("nothing was found that keeps the budgets", "allow some more memory or time")
+        problem = dataclasses.replace(problem, budget=problem.budget / np.maximum(need / budget, 1) * 0.998)
+    if not (need <= budget).all():
+        raise DoesNotFitError(
+            f"the least that was found needs {size(need[0])} and {duration(need[1])}", "allow more memory or time"
+        )
     last, last_gain = _last_blocks(problem)
     compared = {
         "evaluations": best.evaluations,
@@ -505,11 +519,6 @@ def _evolve(problem: Problem, job: Job, arch: str, seed: int, compare: bool) -> 
         compared["evolution_alone"] = evolve.evolve(problem, seed).gain  # without greedy's answer to begin with
         compared["random"] = evolve.random_search(problem, best.evaluations, seed).gain
     return best, compared
-
-
-def _scheme(job: Job, found: Found, arch: str) -> Scheme:
-    update = UpdateConfig(parts=parts(found.level, found.biased, arch))
-    return schemes.make(update, job.shape.depth, arch)
 
 
 def _last_blocks(problem: Problem) -> tuple[int, float]:
@@ -575,7 +584,7 @@ def settle(run: Run, budget_bytes: int, progress: Progress) -> None:
     found = find(pose(run.recipe, rows, heldout, budget, seed, progress, like=like), seed, compare=False)
     run.recipe.update.parts = [config.build(PartConfig, part) for part in found["parts"]]
     run.write_json(run.path / "search.json", found)
-    run.save_recipe()
+    run.write_recipe()
     progress.line(
         f"search: {found['trained_parameters'] / 1e6:.2f} M parameters from block {found['cut']} on, "
         f"{found['gain_share']:.0%} of what training everything would bring"

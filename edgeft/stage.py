@@ -16,7 +16,8 @@ import threading
 import time
 from typing import Any
 
-from edgeft.errors import EdgeftError, KilledError, StoppedError
+from edgeft.errors import DoesNotFitError, EdgeftError, KilledError, StoppedError
+from edgeft.limit import Limit, hard_limit
 from edgeft.run import Run, read_json, write_json
 
 STAGES = ("prepare", "train", "export", "eval")
@@ -42,14 +43,26 @@ def complete(run: Run, name: str) -> bool:
     return all(file.is_file() and (file.suffix != ".json" or read_json(file) is not None) for file in made[name])
 
 
-def finetune(run: Run, until: str, budget_bytes: int = 0, to_stderr: bool = False) -> dict[str, Any]:
-    """Every stage up to `until`; what comes out stands in the run folder, and is put together here."""
+def finetune(
+    run: Run,
+    until: str,
+    budget_bytes: int = 0,
+    to_stderr: bool = False,
+    fit: bool = False,
+    enforce: bool = False,
+) -> dict[str, Any]:
+    """Every stage up to `until`; what comes out stands in the run folder, and is put together here.
+
+    fit: what is learned may shrink to fit the budget; enforce: the system holds the stages to it.
+    """
     peaks = read_json(run.peaks) or {}
-    with Children(run, budget_bytes, to_stderr) as children:
+    with contextlib.ExitStack() as contexts:
+        limit = contexts.enter_context(hard_limit(budget_bytes)) if enforce else None
+        children = contexts.enter_context(Children(run, budget_bytes, to_stderr, fit, limit))
         for name in STAGES[: STAGES.index(until) + 1]:
             if complete(run, name):
                 continue
-            if name == "train" and run.recipe.update.unknown:
+            if name == "train" and Run.open(run.path).recipe.update.unknown:
                 peaks["search"] = children.do("search")  # what it found stands in the run's recipe
             try:
                 peaks[name] = children.do(name)
@@ -65,6 +78,8 @@ def finetune(run: Run, until: str, budget_bytes: int = 0, to_stderr: bool = Fals
     if "train" in wanted:
         result |= read_json(run.done) or {}
     result["peaks"] = {name: peaks[name] for name in wanted if name in peaks}
+    if limit is not None:
+        result["limit"] = {"bytes": limit.bytes, "by": limit.kind}
     if "export" in wanted:
         result["export"] = read_json(run.exported)
     if "eval" in wanted:
@@ -78,8 +93,11 @@ def finetune(run: Run, until: str, budget_bytes: int = 0, to_stderr: bool = Fals
 class Children:
     """Runs one stage at a time; as a context, it passes on what asks this process to stop."""
 
-    def __init__(self, run: Run, budget_bytes: int, to_stderr: bool) -> None:
-        self.run, self.budget_bytes, self.to_stderr = run, budget_bytes, to_stderr
+    def __init__(
+        self, run: Run, budget_bytes: int, to_stderr: bool, fit: bool = False, limit: Limit | None = None
+    ) -> None:
+        self.run, self.budget_bytes, self.to_stderr, self.fit = run, budget_bytes, to_stderr, fit
+        self.limit = limit
         self.child: subprocess.Popen[bytes] | None = None
         self.asked = 0  # how often this process was asked to stop
         self._before: dict[int, Any] = {}
@@ -122,6 +140,7 @@ class Children:
             "run": str(self.run.path),
             "stage": name,
             "budget_bytes": self.budget_bytes,
+            "fit": self.fit,
             "to_stderr": self.to_stderr,
             "answer": answer,
             "lock": lock,
@@ -132,7 +151,10 @@ class Children:
         try:
             # A session of its own: Ctrl-C in the terminal reaches this process alone, and the stage exactly once.
             child = subprocess.Popen(
-                command, pass_fds=[answer] if lock is None else [answer, lock], start_new_session=True
+                command,
+                pass_fds=[answer] if lock is None else [answer, lock],
+                start_new_session=True,
+                preexec_fn=self.limit.join if self.limit else None,
             )
             self.child = child
             os.close(answer)
@@ -164,6 +186,12 @@ class Children:
         hint = f"go on with `edgeft finetune --resume --out {self.run.path}`"
         if code < 0 and self.asked:  # before it could listen
             raise StoppedError(f"stopped in the {name} stage; what was complete is kept", hint)
+        if code == -signal.SIGKILL and self.limit is not None and self.limit.kills:
+            raise DoesNotFitError(
+                f"the {name} stage took more than {self.limit.bytes >> 20} MiB and was ended by the limit that "
+                f"--enforce set ({self.limit.kind})",
+                f"{hint} and a larger --memory; what was complete is kept",
+            )
         if code < 0:
             killed = signal.Signals(-code)
             memory = " (out of memory?)" if killed == signal.SIGKILL else ""
@@ -203,10 +231,22 @@ def main() -> None:
         from edgeft.screen import Screen
 
         with Screen(Console(stderr=given["to_stderr"], highlight=False)) as screen:
-            pipeline.do_stage(run, given["stage"], screen, given["budget_bytes"])
+            pipeline.do_stage(run, given["stage"], screen, given["budget_bytes"], given["fit"])
         sys.stdout.flush()
     except EdgeftError as error:
         code, said["error"] = error.exit_code, [error.message[:ERROR_BYTES], error.hint[:ERROR_BYTES]]
+    except (MemoryError, RuntimeError) as error:
+        from edgeft.train.watch import is_refusal
+
+        if not is_refusal(error):
+            raise
+        code, said["error"] = (
+            DoesNotFitError.exit_code,
+            [
+                f"the system gave the {given['stage']} stage no more memory",
+                f"go on with `edgeft finetune --resume --out {given['run']}` when there is more; what was complete is kept",
+            ],
+        )
     except KeyboardInterrupt:
         code = STOPPED
     except BrokenPipeError:

@@ -33,7 +33,6 @@ from edgeft.sparse import contribution
 from edgeft.sparse import scheme as schemes
 from edgeft.sparse.evolve import SHARES
 from edgeft.train.progress import Progress
-from edgeft.units import parse_bytes, parse_seconds
 from tests.conftest import Edgeft, small_rows
 
 DEPTH, WIDTH, FFN = 4, 64, 128
@@ -204,19 +203,12 @@ def test_ranges() -> None:
     assert schemes.parse_blocks(search.ranges([3]), 30) == (3,)
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"), [("1GiB", 2**30), ("1.5 gib", 3 * 2**29), ("800MiB", 800 << 20), ("2GB", 2 * 10**9), ("7", 7)]
-)
-def test_sizes(text: str, wanted: int) -> None:
-    assert parse_bytes(text, "--memory") == wanted
-
-
 def test_times_and_what_is_none() -> None:
-    assert [parse_seconds(t, "--time") for t in ("90s", "30min", "1.5h", "2 m")] == [90, 1800, 5400, 120]
-    for text in ("", "soon", "-3min", "1GiB", "0s", "1e9h", "9" * 400):
-        with pytest.raises(ConfigError):
-            parse_seconds(text, "--time")
-    assert parse_seconds("0s", "--measure") == 0
+    assert [config.parse_time(t, "--time") for t in ("90s", "30min", "1.5h", "2 m")] == [90, 1800, 5400, 120]
+    for text in ("", "soon", "-3min", "1GiB", "0s", "30", "1e9h", "9" * 400 + "s"):
+        with pytest.raises(ConfigError, match="--time"):
+            config.parse_time(text, "--time")
+    assert config.parse_time("0s", "--measure", least=0.0) == 0
 
 
 # ---------------------------------------------------------------- all of it
@@ -264,7 +256,7 @@ def test_too_little_is_refused_with_the_smallest_need(tiny: Path, data: Path, ne
     recipe = recipe_for(tiny, data)
     with pytest.raises(DoesNotFitError, match="the least that can be trained needs") as caught:
         find(recipe, search.Budget(1 << 20))
-    least = parse_bytes(caught.value.hint.split()[1].rstrip(","), "--memory")
+    least = config.parse_size(caught.value.hint.split()[1].rstrip(","))
     assert find(recipe, search.Budget(least))["peak_bytes"] <= least
     with pytest.raises(DoesNotFitError, match="takes") as caught:
         find(recipe, search.Budget(math.inf, 1e-9))
@@ -364,7 +356,7 @@ def test_auto_finds_what_is_trained_and_keeps_it(tiny: Path, data: Path, tmp_pat
 def schemes_size(update: UpdateConfig) -> int:
     from edgeft import plan
 
-    shape = plan.Shape(DEPTH, WIDTH, WIDTH, 32, FFN, 49152, 32, "silu", 0)
+    shape = plan.Shape(DEPTH, WIDTH, WIDTH, 32, FFN, 49152, 32, "silu")
     return plan.trained_parameters(shape, schemes.make(update, DEPTH, "llama"))
 
 

@@ -41,6 +41,7 @@ class Subject:
     run: Run | None = None  # its trained weights over `source`
     frozen: str = "dense"  # how the trainer keeps weights that are not trained
     trainer: bool = False
+    room_bytes: int = 0  # memory that scoring may use; 0 = what is available
 
     @property
     def identity(self) -> str:
@@ -61,7 +62,8 @@ class Subject:
             from edgeft.evaluate.llamacpp import LlamaFile
             from edgeft.evaluate.quick import quick
 
-            with quick(self.source, tokens) as place, LlamaFile(place, n_ctx=max(2048, 4 * longest)) as file:
+            n_ctx, room = max(2048, 4 * longest), self.room_bytes
+            with quick(self.source, tokens, room) as place, LlamaFile(place, n_ctx, room_bytes=room) as file:
                 yield file, tokenizer
             return
         from edgeft.evaluate.trainer import StackScorer
@@ -128,9 +130,12 @@ def evaluate_run(run: Run, rows: list[Encoded], progress: Progress, base: str | 
     return _beside(subjects, run, rows, run.recipe.eval.max_new_tokens, progress)
 
 
-def evaluate_files(base: str, tuned: str, rows: list[Encoded], max_new: int, progress: Progress) -> dict[str, Any]:
+def evaluate_files(
+    base: str, tuned: str, rows: list[Encoded], max_new: int, progress: Progress, room_bytes: int = 0
+) -> dict[str, Any]:
     """Two GGUF files, both in llama.cpp, on rows that are encoded already; leaves the report of the tuned one's run."""
-    return _beside([Subject("base", base), Subject("tuned", tuned)], run_of(Path(tuned)), rows, max_new, progress)
+    subjects = [Subject(who, path, room_bytes=room_bytes) for who, path in (("base", base), ("tuned", tuned))]
+    return _beside(subjects, run_of(Path(tuned)), rows, max_new, progress)
 
 
 def _beside(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from edgeft import device
 from edgeft.errors import ModelError
 from edgeft.evaluate.ask import Ask, Progress, Said
 from edgeft.model.header import check_file
@@ -33,6 +34,8 @@ BATCH = 256  # most tokens in one call of llama_decode; more are hardly faster, 
 OUTPUTS = 64  # most logits of one call (4 bytes × vocabulary each); llama.cpp wants at least as many as sequences
 CELLS = 4096  # most KV cells, each for one token of one or several rows, unless one row alone needs more
 CACHE_BYTES = 256 << 20  # of keys and values: fewer cells for large models
+CACHE_SHARE = 0.1  # and at most so much of the memory that may be used
+COPY_SHARE = 0.4  # of it may be a copy of the weights
 F32, F16 = 0, 1  # ggml's numbers of types
 CHUNK = 32  # tokens of one row read in one call, where it is alone
 FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED: cells of other rows are skipped, not multiplied and masked
@@ -99,8 +102,13 @@ class Step:
 class LlamaFile:
     """A GGUF file opened in llama.cpp. The KV cache is made when rows come, and as large as they need."""
 
-    def __init__(self, path: str | Path, n_ctx: int = 0, threads: int = 0, parallel: int = OUTPUTS - 1) -> None:
-        """n_ctx: longest row, answer included, 0 = the model's own; threads 0: all cores; parallel: rows at once."""
+    def __init__(
+        self, path: str | Path, n_ctx: int = 0, threads: int = 0, parallel: int = OUTPUTS - 1, room_bytes: int = 0
+    ) -> None:
+        """n_ctx: longest row, answer included, 0 = the model's own; threads 0: all cores; parallel: rows at once.
+
+        room_bytes: memory that this process may use, 0 = what is available here.
+        """
         if not 1 <= parallel < OUTPUTS:
             raise ValueError(f"parallel is {parallel}, and must be from 1 to {OUTPUTS - 1}")
         self.path = Path(path)
@@ -111,7 +119,12 @@ class LlamaFile:
         check_file(self.path)  # damage must not reach llama.cpp, which may abort
         api = self._api = _library()
         _errors.clear()
-        self._model = api.llama_model_load_from_file(os.fsencode(self.path), api.llama_model_default_params())
+        self.room_bytes = room(room_bytes)
+        params = api.llama_model_default_params()
+        # Weights in an order that is quicker to multiply are a copy of the whole file in memory, where the file itself
+        # is mapped, and its pages can be given up.
+        params.use_extra_bufts = self.path.stat().st_size < COPY_SHARE * self.room_bytes
+        self._model = api.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self._model:
             # the first line names the cause, later ones only say that loading failed
             said = f": {_errors[0]}" if _errors else ""
@@ -265,7 +278,7 @@ class LlamaFile:
         heads = max(api.llama_model_n_head(self._model), 1)
         width = api.llama_model_n_embd(self._model) // heads * api.llama_model_n_head_kv(self._model)
         cell_bytes = 2 * (2 if kind == F16 else 4) * max(width, 1) * api.llama_model_n_layer(self._model)
-        cells = max(needed, min(wished, CACHE_BYTES // cell_bytes))
+        cells = max(needed, min(wished, min(CACHE_BYTES, int(CACHE_SHARE * self.room_bytes)) // cell_bytes))
         cells += -cells % 256  # llama.cpp's own step
         if self.cells >= cells and self._sequences > sequences and self._kind == kind:
             return
@@ -387,6 +400,12 @@ class LlamaFile:
             if self._flags[i]:
                 logits = self._api.llama_get_logits_ith(self._ctx, i)
                 yield step, np.ctypeslib.as_array(logits, (self.vocab_size,))
+
+
+def room(asked: int) -> int:
+    """Memory that may be used: what is available, and no more than was asked for (0: as much as there is)."""
+    available = device.memory().available_bytes
+    return min(asked, available) if asked else available
 
 
 def cores() -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeft import device
+from edgeft.evaluate.llamacpp import room
 from edgeft.model import ggml
 from edgeft.model.gguf import GGUF, NewTensor, TensorInfo, write
 
@@ -22,12 +22,15 @@ from edgeft.model.gguf import GGUF, NewTensor, TensorInfo, write
 SLOW = ("q4_1", "q5_1", "q3_k", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs")
 WIDE = ggml.F16
 LEAST_TOKENS = 1000  # fewer are read before the copy is made
-MEMORY_SHARE = 0.25  # of what is available: a copy is never worth swapping
+MEMORY_SHARE = 0.25  # of what may be used: a copy is never worth swapping
 
 
 @contextmanager
-def quick(path: str | Path, tokens: int) -> Iterator[Path]:
-    """The file itself, or a copy in memory if that is worth it for so many tokens; it is gone when the context ends."""
+def quick(path: str | Path, tokens: int, room_bytes: int = 0) -> Iterator[Path]:
+    """The file itself, or a copy in memory if that is worth it for so many tokens; it is gone when the context ends.
+
+    room_bytes: memory that this process may use, 0 = what is available here.
+    """
     source = Path(path)
     if tokens < LEAST_TOKENS or not hasattr(os, "memfd_create"):  # which only Linux has
         yield source
@@ -35,7 +38,7 @@ def quick(path: str | Path, tokens: int) -> Iterator[Path]:
     base = GGUF.open(source)
     tensors = [_widened(base, info) if _slow(base, info) else _kept(base, info) for info in base.tensors.values()]
     size = sum(tensor.nbytes for tensor in tensors)
-    if size == sum(i.nbytes for i in base.tensors.values()) or size > MEMORY_SHARE * device.memory().available_bytes:
+    if size == sum(i.nbytes for i in base.tensors.values()) or size > MEMORY_SHARE * room(room_bytes):
         yield source
         return
     with open(os.memfd_create(source.name), "wb") as file:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from edgeft.data.tokens import Encoded
+    from edgeft.data.tree import Forest
     from edgeft.evaluate.llamacpp import LlamaFile
-    from edgeft.model.stack import Batch, Stack
+    from edgeft.model.stack import Stack
     from edgeft.model.tokenizer import Tokenizer
 
 ROWS = 16  # rows compared unless the caller says otherwise: some seconds
@@ -61,9 +62,10 @@ def verify(
     type_name: str = "",
     threads: int = 0,
     limit: int = ROWS,
+    room_bytes: int = 0,
 ) -> Verification:
     """Compare, and raise ExportError if the file does not say what the trainer says."""
-    found = compare(path, stack, rows[:limit], tokenizer, system, threads)
+    found = compare(path, stack, rows[:limit], tokenizer, system, threads, room_bytes)
     max_kl = MAX_KL if type_name in FINE else MAX_KL_COARSE
     if not found.same_template:
         raise ExportError(
@@ -93,7 +95,13 @@ def _wider(type_name: str) -> str:
 
 
 def compare(
-    path: Path, stack: Stack, rows: Sequence[Encoded], tokenizer: Tokenizer, system: str | None = None, threads: int = 0
+    path: Path,
+    stack: Stack,
+    rows: Sequence[Encoded],
+    tokenizer: Tokenizer,
+    system: str | None = None,
+    threads: int = 0,
+    room_bytes: int = 0,
 ) -> Verification:
     """The figures alone, without a verdict."""
     import torch
@@ -105,20 +113,19 @@ def compare(
     if not rows:
         raise ExportError("there is no held-out row to check the exported file with", "give some with data.heldout")
     thin = [_thin(row) for row in rows]
-    forest = Forest(thin)
+    states = _states(stack, Forest(thin))  # before llama.cpp takes its memory
     agree, total, tokens = 0, 0.0, 0
     try:
-        with LlamaFile(path, n_ctx=max(len(row.ids) for row in rows) + 1, threads=threads, parallel=1) as file:
+        longest = max(len(row.ids) for row in rows)
+        with LlamaFile(path, longest + 1, threads, parallel=1, room_bytes=room_bytes) as file:
             same_template, same_ids = _same_text(path, file, rows, tokenizer, system)
-            for part in forest.micro_batches(range(len(rows)), BATCH_TOKENS):
-                states = _states(stack, forest.batch(part)[1])
-                for i in part:
-                    at = np.flatnonzero(thin[i].trained[1:])  # a token is predicted at the position before it
-                    ours, states = stack.head.logits(states[: len(at)]), states[len(at) :]
-                    theirs = torch.from_numpy(file.target_logits(rows[i].ids.tolist(), at.tolist()))
-                    agree += int((ours.argmax(1) == theirs.argmax(1)).sum())
-                    total += _kl(ours, theirs)
-                    tokens += len(at)
+            for i, row in enumerate(rows):
+                at = np.flatnonzero(thin[i].trained[1:])  # a token is predicted at the position before it
+                ours = stack.head.logits(states[i])
+                theirs = torch.from_numpy(file.target_logits(row.ids.tolist(), at.tolist()))
+                agree += int((ours.argmax(1) == theirs.argmax(1)).sum())
+                total += _kl(ours, theirs)
+                tokens += len(at)
     except ModelError as error:
         raise ExportError(f"llama.cpp cannot use the exported file: {error.message}", error.hint) from None
     return Verification(len(rows), tokens, 100 * agree / tokens, total / tokens, same_ids, same_template)
@@ -136,18 +143,28 @@ def _thin(row: Encoded) -> Encoded:
     return Encoded(row.ids, trained, row.row, row.cut_tokens)
 
 
-def _states(stack: Stack, batch: Batch) -> torch.Tensor:
-    """The trainer's normed states (n, d) where the batch's targets are predicted."""
+def _states(stack: Stack, forest: Forest) -> dict[int, torch.Tensor]:
+    """By row, the trainer's normed states (n, d) where its targets are predicted."""
     import torch
 
+    found = {}
     with torch.no_grad():
-        return stack.top(stack.trunk(batch, 0), batch, 0)
+        for part in forest.micro_batches(range(len(forest.paths)), BATCH_TOKENS):
+            _, batch = forest.batch(part)
+            states = stack.top(stack.trunk(batch, 0), batch, 0)
+            for row in part:
+                count = len(forest.targets[row])
+                found[row], states = states[:count].clone(), states[count:]
+    return found
 
 
 def _kl(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Sum over positions of KL(ours || theirs), in nats; (n, vocabulary) each."""
-    p, q = ours.double().log_softmax(1), theirs.double().log_softmax(1)
-    return float((p.exp() * (p - q)).sum())
+    """Sum over positions of KL(ours || theirs), in nats; (n, vocabulary) each. A few at a time: doubles take room."""
+    total = 0.0
+    for one, other in zip(ours.split(4), theirs.split(4), strict=True):
+        p, q = one.double().log_softmax(1), other.double().log_softmax(1)
+        total += float((p.exp() * (p - q)).sum())
+    return total
 
 
 def _same_text(

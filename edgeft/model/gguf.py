@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import mmap
 import os
 import stat
 import struct
@@ -31,6 +32,7 @@ MAX_ITEMS = 1 << 22  # values of all arrays together; a vocabulary of 256,000 wi
 MAX_KEY_BYTES, MAX_NAME_BYTES = (1 << 16) - 1, 63  # of the format, and of ggml
 MAX_STRING_BYTES, MAX_HEADER_BYTES = 1 << 24, 1 << 28
 MAX_ALIGNMENT = 1 << 20
+MAX_WAITING_BYTES = 256 << 20  # written and not yet on the disk: such pages cannot be given up where memory is short
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,27 @@ class GGUF:
         return self.data[start:end].tobytes()
 
 
+def let_go(data: np.ndarray) -> None:
+    """Pages of a mapped array leave this process's memory until they are read again; any other array is left alone."""
+    _advise(data, "MADV_DONTNEED")
+
+
+def fetch(data: np.ndarray) -> None:
+    """A mapped array will be read now: what is not in memory comes in large pieces, not page by page."""
+    _advise(data, "MADV_WILLNEED")
+
+
+def _advise(data: np.ndarray, advice: str) -> None:
+    mapped = getattr(data, "_mmap", None)  # numpy's: none for a copy in memory
+    if not isinstance(mapped, mmap.mmap) or not data.nbytes or not hasattr(mmap, advice):
+        return
+    offset = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: the edges may be a neighbour's
+    end = (offset + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:
+        mapped.madvise(getattr(mmap, advice), begin, end - begin)
+
+
 # ---------------------------------------------------------------- writing
 
 
@@ -276,7 +299,7 @@ class NewTensor:
 
 
 def write(file: BinaryIO, records: Iterable[bytes], tensors: list[NewTensor], alignment: int = 32) -> None:
-    """A whole GGUF file, streamed: at no time is more than one tensor in memory."""
+    """A whole GGUF file, streamed: at no time is more than one tensor in memory, and little that waits for the disk."""
     records = list(records)
     file.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(records)))
     for record in records:
@@ -288,10 +311,17 @@ def write(file: BinaryIO, records: Iterable[bytes], tensors: list[NewTensor], al
         file.write(struct.pack("<IQ", tensor.type, offset))
         offset += -(-tensor.nbytes // alignment) * alignment
     file.write(b"\0" * (-file.tell() % alignment))
+    waiting = 0
     for tensor in tensors:
         data = tensor.data()
         assert data.nbytes == tensor.nbytes, tensor.name
-        file.write(np.ascontiguousarray(data).tobytes())
+        file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
         file.write(b"\0" * (-tensor.nbytes % alignment))
+        let_go(data)
+        waiting += tensor.nbytes
+        if waiting > MAX_WAITING_BYTES:
+            file.flush()
+            os.fsync(file.fileno())
+            waiting = 0
     file.flush()
     os.fsync(file.fileno())

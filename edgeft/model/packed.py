@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from edgeft.model import LOGITS_BYTES, ggml
+from edgeft.model import HEAD_ROWS, LOGITS_BYTES, ggml, spare
+from edgeft.model.gguf import fetch, let_go
 
 if TYPE_CHECKING:
     from edgeft.model.kernels import Kernels
-
-HEAD_ROWS = 8192  # vocabulary rows unpacked at a time
 
 
 class _Scratch:
@@ -36,6 +35,7 @@ class _Scratch:
 _scratch = _Scratch()
 _halves = _Scratch()  # of what is unpacked to float32 first
 _logits = _Scratch()
+_bytes = _Scratch()  # packed rows that are put in order
 
 
 def tensor_of(data: np.ndarray) -> torch.Tensor:
@@ -46,17 +46,32 @@ def tensor_of(data: np.ndarray) -> torch.Tensor:
 
 
 class Packed:
-    """One matrix (rows, cols) in a ggml type, mapped from its file or held in memory."""
+    """One matrix (rows, cols) in a ggml type, mapped from its file or held in memory.
 
-    def __init__(self, data: np.ndarray, type_id: int, rows: int, cols: int) -> None:
-        self.data = data.reshape(rows, -1)  # uint8 (rows, bytes of a row)
-        self.type, self.rows, self.cols = type_id, rows, cols
+    order: which of the stored rows stand at its places. Packing runs along rows, so they are put in order as packed
+    bytes, when they are used: a copy of all that is not in order would take as much memory as the file has of it.
+    """
+
+    def __init__(self, data: np.ndarray, type_id: int, rows: int, cols: int, order: np.ndarray | None = None) -> None:
+        self.data = data.reshape(rows, -1)  # uint8 (rows, bytes of a row), as stored
+        self.type, self.rows, self.cols, self.order = type_id, rows, cols, order
+
+    def stored(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Packed rows [start, stop) in order; valid until the next call for any matrix."""
+        if spare.on:
+            fetch(self.data if self.order is not None else self.data[start:stop])
+        if self.order is None:
+            return self.data[start:stop]
+        order = self.order[start:stop]
+        out = _bytes.take(len(order), self.data.shape[1], torch.uint8).numpy()
+        return np.take(self.data, order, axis=0, out=out, mode="clip")  # the mode that needs no copy in between
 
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows [start, stop) in the shared buffer; the next call to any `dense` overwrites it."""
-        stop = self.rows if stop is None else stop
-        out = _scratch.take(stop - start, self.cols)
-        ggml.unpack(self.data[start:stop], self.type, out.numpy(), torch.get_num_threads())
+        stored = self.stored(start, stop)
+        out = _scratch.take(len(stored), self.cols)
+        ggml.unpack(stored, self.type, out.numpy(), torch.get_num_threads())
+        self._used(start, stop)
         return out
 
     def operand(
@@ -66,9 +81,18 @@ class Packed:
         if kernels is None or not kernels.unpacks(self.type):
             out = self.dense(start, stop)
             return _halves.take(len(out), self.cols, torch.bfloat16).copy_(out) if half else out
-        data = self.data[start:stop]
-        out = _scratch.take(len(data), self.cols, torch.bfloat16 if half else torch.float32)
-        kernels.unpack(data, self.type, out)
+        stored = self.stored(start, stop)
+        out = _scratch.take(len(stored), self.cols, torch.bfloat16 if half else torch.float32)
+        kernels.unpack(stored, self.type, out)
+        self._used(start, stop)
+        return out
+
+    def picked(self, numbers: np.ndarray) -> torch.Tensor:
+        """These rows, (n, cols), in memory of their own."""
+        out = torch.empty(len(numbers), self.cols)
+        stored = self.data[numbers if self.order is None else self.order[numbers]]
+        ggml.unpack(np.ascontiguousarray(stored), self.type, out.numpy(), 1)
+        self._used()
         return out
 
     def copy(self) -> torch.Tensor:
@@ -76,8 +100,12 @@ class Packed:
         return self.dense().clone()
 
     def permuted(self, order: np.ndarray) -> Packed:
-        """The same matrix with its rows in another order: packing runs along rows, so bytes are moved, not values."""
-        return Packed(np.ascontiguousarray(self.data[order]), self.type, self.rows, self.cols)
+        """The same matrix with its rows in another order."""
+        return Packed(self.data, self.type, self.rows, self.cols, order if self.order is None else self.order[order])
+
+    def _used(self, start: int = 0, stop: int | None = None) -> None:
+        if spare.on:
+            let_go(self.data if self.order is not None else self.data[start:stop])
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -122,10 +150,7 @@ class PackedEmbedding:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         unique, inverse = torch.unique(ids, return_inverse=True)
-        rows = np.ascontiguousarray(self.packed.data[unique.numpy()])
-        out = torch.empty(len(unique), self.packed.cols)
-        ggml.unpack(rows, self.packed.type, out.numpy(), 1)
-        return out[inverse]
+        return self.packed.picked(unique.numpy())[inverse]
 
 
 class PackedHead:

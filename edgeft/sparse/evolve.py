@@ -40,18 +40,10 @@ class Problem:
 
     def first_cuts(self) -> Ints:
         """(ways,) the lowest cut from which on something can be trained; `depth` where there is none."""
-        room = (self._least() <= self.budget).all(-1).any((2, 3))  # (ways, depth) for a tensor of the cut's own block
+        least = self.fixed[:, :, None] + self.cost[:, :, :, 1]  # (ways, depth, tensors, 2)
+        room = (least <= self.budget).all(-1).any(2)  # for a tensor of the cut's own block
         below = np.cumprod(room[:, ::-1], 1).sum(1)  # blocks from the top down that have room
         return self.depth - below
-
-    def _least(self) -> Floats:
-        """(ways, depth, tensors, 1, 2) what a single tensor costs, at the smallest share."""
-        return self.fixed[:, :, None, None] + self.cost[:, :, :, 1:2]
-
-    def smallest(self) -> Floats:
-        """(2,) the least bytes and the least seconds with which anything can be trained."""
-        least: Floats = self._least().reshape(-1, 2).min(0)
-        return least
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import IO, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from edgeft.errors import DamagedError, RunError
+from edgeft.errors import DamagedError, EdgeftError, RunError
 from edgeft.run import Run, replacing, writing
 
 Found = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors and state
 Tell = Callable[[Path, str], None]  # what is wrong with a file
+Place = Callable[[str, list[int], torch.dtype], torch.Tensor | None]  # what a tensor is read into; None: it is not
 
 SHARE = 0.02  # of the time may go into writing checkpoints: they come less often where the disk is slow
 UNSUMMED = "0" * 8  # the checksum is taken with this in its place, over the whole file
@@ -29,6 +30,7 @@ _DTYPES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64", torch.bool: "BOOL",
     torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
 }  # fmt: skip
+_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:
@@ -54,23 +56,72 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]
         file.write(f"{found:08x}".encode())
 
 
-def read(path: Path) -> Found:
-    """What was written; DamagedError if it is not that any more, RunError if it cannot be read at all."""
+def fresh(_: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def nowhere(*_: object) -> None:
+    """A file that is only looked at."""
+
+
+def into(parameters: Mapping[str, torch.Tensor]) -> Place:
+    """Weights where they are used; only what else the file holds takes memory of its own."""
+
+    def place(name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        found = parameters.get(name)
+        if found is None:
+            return fresh(name, shape, dtype)
+        if list(found.shape) != shape or found.dtype != dtype:
+            raise EdgeftError(
+                f"{name} is {shape} in the checkpoint, and {list(found.shape)} in the model",
+                "go on with the model and recipe that the run was made with",
+            )
+        return found.detach()
+
+    return place
+
+
+def read(path: Path, place: Place = fresh) -> Found:
+    """What was written; DamagedError if it is not that any more, RunError if it cannot be read at all.
+
+    Nothing is read into its place before the whole file was found to be good.
+    """
     try:
         with path.open("rb") as file:
-            place = _sum_place(file)
-            file.seek(place)
+            at = _sum_place(file)
+            file.seek(at)
             said = file.read(len(UNSUMMED))
-            if f"{_crc(file, place):08x}".encode() != said:
+            if f"{_crc(file, at):08x}".encode() != said:
                 raise ValueError("its checksum is wrong")
-        with safe_open(path, framework="pt") as tensors:
-            state = json.loads((tensors.metadata() or {})["edgeft"])
-            # copies: a mapped file may be gone, or unreadable, by the time that a page of it is wanted
-            return {name: tensors.get_tensor(name).clone() for name in tensors.keys()}, state  # noqa: SIM118
+            with safe_open(path, framework="pt") as checked:  # every length and offset
+                state = json.loads((checked.metadata() or {})["edgeft"])
+            return _tensors(file, place), state
     except OSError as error:
         raise RunError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except (SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
+
+
+def _tensors(file: IO[bytes], place: Place) -> dict[str, torch.Tensor]:
+    """Read, not mapped: a mapped file may be gone, or unreadable, by the time that a page of it is wanted."""
+    file.seek(0)
+    size = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(size))
+    found: dict[str, torch.Tensor] = {}
+    for name, entry in header.items():
+        target = None if name == "__metadata__" else place(name, entry["shape"], _TYPES[entry["dtype"]])
+        if target is None:
+            continue
+        file.seek(8 + size + entry["data_offsets"][0])
+        data = memoryview(target.view(-1).view(torch.uint8).numpy().data)
+        at = 0
+        while at < len(data):
+            got = file.readinto(data[at:])  # type: ignore[attr-defined]
+            if not got:
+                raise ValueError("it is cut short")
+            at += got
+        found[name] = target
+    return found
 
 
 def _sum_place(file: IO[bytes]) -> int:
@@ -107,11 +158,11 @@ def all_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.safetensors"))
 
 
-def newest(folder: Path, tell: Tell) -> Found | None:
+def newest(folder: Path, tell: Tell, place: Place = fresh) -> Found | None:
     """The last one that is whole; damaged ones after it are told and taken away: they would count among those kept."""
     for path in reversed(all_of(folder)):
         try:
-            return read(path)
+            return read(path, place)
         except RunError as error:
             tell(path, error.message)
             if isinstance(error, DamagedError):
@@ -120,10 +171,10 @@ def newest(folder: Path, tell: Tell) -> Found | None:
     return None
 
 
-def best(run: Run, best_step: int, tell: Tell) -> Found:
+def best(run: Run, best_step: int, tell: Tell, place: Place = fresh) -> Found:
     """The run's best one; if it is damaged, it is made again from the checkpoint of its step, where that is kept."""
     try:
-        return read(run.best)
+        return read(run.best, place)
     except RunError as error:
         damage = error
     try:
@@ -137,7 +188,8 @@ def best(run: Run, best_step: int, tell: Tell) -> Found:
     kept = {key: value for key, value in tensors.items() if not key.startswith("adamw.")}
     found = {"step": best_step, "heldout_loss": state["best_loss"]}
     write(run.best, kept, found)
-    return kept, found
+    del tensors, kept
+    return read(run.best, place)
 
 
 def rotate(folder: Path, keep: int, start: bool) -> None:

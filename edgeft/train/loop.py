@@ -22,7 +22,8 @@ from torch import nn
 
 from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest, epoch_order
-from edgeft.errors import DamagedError, EdgeftError, StoppedError
+from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
+from edgeft.model import spare
 from edgeft.model.block import padded
 from edgeft.model.pool import pool
 from edgeft.model.stack import Batch, Stack
@@ -34,7 +35,9 @@ from edgeft.train import checkpoint, optimizer, trunk
 from edgeft.train.governor import Governor
 from edgeft.train.guard import Guard
 from edgeft.train.progress import Progress
+from edgeft.train.remaining import Remaining
 from edgeft.train.schedule import Schedule as Schedule
+from edgeft.train.watch import Watch, is_refusal
 from edgeft.work import step_flops
 
 
@@ -103,6 +106,9 @@ class Trainer:
         self.saved: int | None = None  # the step that this process saved last
         self.guard = Guard()
         self.process = psutil.Process()
+        longest = max(map(len, self.forest.paths))
+        self.watch = Watch(run, progress, longest, lambda: int(self.process.memory_info().rss), _let_go)
+        self.remaining = Remaining(run.read_json(run.path / "plan.json") or {}, self.schedule.steps)
 
     @property
     def engine(self) -> str:
@@ -123,20 +129,26 @@ class Trainer:
     def backward(self, rows: list[int], stopping: Callable[[], bool]) -> Passed | None:
         """Gradients of the mean loss over all targets of these rows, whatever the micro-batches; None: stopped."""
         targets = self.forest.trained(rows)
-        parts = list(self.forest.micro_batches(rows, self.run.recipe.how.micro_batch_tokens))
+        parts = self._parts(rows)
         passed = Passed()
-        for part in parts:
+        while parts:
             if stopping():
                 return None
+            if self.watch.look():  # the same rows in smaller passes
+                parts = self._parts([row for part in parts for row in part])
+            part = parts.pop(0)
             nodes, batch = self.forest.batch(part)
             self._choose_tokens(batch, part[0])
             piece = self.loss(nodes, batch) / targets
             passed.loss += float(piece.detach())
-            with self.optimizer.last_pass(passed.loss) if part is parts[-1] else nullcontext():
+            with nullcontext() if parts else self.optimizer.last_pass(passed.loss):
                 piece.backward()  # type: ignore[no-untyped-call]
             passed.tokens += len(nodes)
             passed.flops += self.flops(batch)
         return passed
+
+    def _parts(self, rows: list[int]) -> list[list[int]]:
+        return list(self.forest.micro_batches(rows, self.run.recipe.how.micro_batch_tokens))
 
     def _choose_tokens(self, batch: Batch, salt: int) -> None:
         """TokenTune: a random share of the tokens, the same when the step is taken again; trained ones always."""
@@ -181,15 +193,21 @@ class Trainer:
         self.began = time.monotonic()
         with stop_requests() as asked:
             self.governor = Governor(self.run, self.progress, asked)
-            pausing = self.governor.between
             found = trunk.prepare(
-                self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, pausing, self.engine
-            )
+                self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, self._between_trunks,
+                self.engine,
+            )  # fmt: skip
             if found is None:
                 raise self._stopped()
             self.trunk = found
+            spare.trim()
             self._restore()
             self._fit(lambda: self.governor.between(self._save_before_pause))
+
+    def _between_trunks(self) -> bool:
+        """True: asked to stop."""
+        self.watch.look("trunk")
+        return self.governor.between()
 
     def _fit(self, stopping: Callable[[], bool]) -> None:
         schedule = self.schedule
@@ -210,7 +228,11 @@ class Trainer:
             begin = self.governor.worked_s()
             lr = schedule.lr(self.step) * self.guard.rate
             self.optimizer.set_rate(lr)
-            passed = self.backward(self.step_rows(self.step), stopping)
+            try:
+                passed = self.backward(self.step_rows(self.step), stopping)
+            except (DoesNotFitError, MemoryError, RuntimeError) as error:
+                self._no_memory(error)
+                continue
             if passed is None:
                 self.optimizer.clear()
                 self.save()
@@ -226,6 +248,7 @@ class Trainer:
             self.run.log(
                 event="step", step=self.step, loss=passed.loss, lr=lr, grad_norm=norm,
                 tokens=passed.tokens, flops=passed.flops, seconds=round(seconds, 4), rss_bytes=rss,
+                planned_bytes=self.watch.planned_bytes, left_s=self._left(seconds),
             )  # fmt: skip
             note = f"loss {passed.loss:.3f} · {passed.tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"
             self.progress.advance(1, note + self.governor.note)
@@ -259,6 +282,25 @@ class Trainer:
                 **self.governor.totals(),
             },
         )
+
+    def _left(self, seconds: float) -> float | None:
+        """Seconds that the run will still take, with all later stages; this step took `seconds`."""
+        self.remaining.step(seconds)
+        left = self.remaining.left(self.step)
+        if left is not None:
+            self.progress.left(left)
+        return None if left is None else round(left, 1)
+
+    def _no_memory(self, error: Exception) -> None:
+        """A pass did not get the memory it wanted: the step is taken again in smaller ones, or the run is saved."""
+        if not isinstance(error, DoesNotFitError) and not is_refusal(error):
+            raise error
+        self.optimizer.clear()
+        smaller = not isinstance(error, DoesNotFitError) and not self.run.recipe.how.step_in_place
+        if smaller and self.watch.smaller("the system gave no more memory"):
+            return
+        self.save()
+        raise error if isinstance(error, DoesNotFitError) else self.watch.refused() from None
 
     def _validate(self) -> None:
         begin = self.governor.worked_s()
@@ -299,9 +341,8 @@ class Trainer:
         goes back to the same. AdamW begins anew, since what it remembers led here.
         """
         good = self.run.best if self.best_step else checkpoint.name(self.run.checkpoints, 0)
-        tensors, _ = checkpoint.read(good)
-        self._set_weights(tensors)
         self.optimizer.forget()
+        self._check_names(checkpoint.read(good, checkpoint.into(self.parameters))[0])
         self.step = self.best_step
         self.guard.back()
         self._write()
@@ -311,10 +352,10 @@ class Trainer:
         self.progress.stage("train", self.schedule.steps)
         self.progress.advance(self.step)
 
-    def _set_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(tensors[name])
+    def _check_names(self, tensors: dict[str, torch.Tensor]) -> None:
+        missing = self.parameters.keys() - tensors.keys()
+        if missing:
+            raise EdgeftError(f"a checkpoint of {self.run.path} lacks {min(missing)}", "it is of another recipe")
 
     # ------------------------------------------------ stopping and going on
 
@@ -353,11 +394,11 @@ class Trainer:
 
     def _restore(self) -> None:
         tell = damage(self.run, self.progress)
-        found = checkpoint.newest(self.run.checkpoints, tell)
+        found = checkpoint.newest(self.run.checkpoints, tell, checkpoint.into(self.parameters))
         if found is None:
             return
         tensors, state = found
-        self._set_weights(tensors)
+        self._check_names(tensors)
         self.optimizer.restore(tensors, state["optimizer"])
         self.step = int(state["step"])
         self.best_loss = math.inf if state["best_loss"] is None else float(state["best_loss"])
@@ -367,7 +408,7 @@ class Trainer:
         self.guard = Guard(**state["guard"])
         if self.best_step:
             try:
-                checkpoint.best(self.run, self.best_step, tell)
+                checkpoint.best(self.run, self.best_step, tell, checkpoint.nowhere)
             except DamagedError as error:
                 tell(self.run.best, f"{error.message}; the best of the steps from here on is kept")
                 self.best_loss, self.best_step = math.inf, 0
@@ -379,6 +420,11 @@ class Trainer:
             f"stopped at step {self.step} of {self.schedule.steps}; everything so far is saved",
             f"go on with `edgeft finetune --resume --out {self.run.path}`",
         )
+
+
+def _let_go(tokens: int) -> None:
+    """Buffers of passes that were larger."""
+    pool.resize(padded(tokens))
 
 
 def damage(run: Run, progress: Progress) -> checkpoint.Tell:
@@ -394,13 +440,14 @@ def damage(run: Run, progress: Progress) -> checkpoint.Tell:
 def load_trained(parameters: dict[str, nn.Parameter], run: Run, progress: Progress) -> dict[str, Any]:
     """The best checkpoint's tensors into a stack that has the scheme applied."""
     done = run.read_json(run.done) or {}
-    tensors, state = checkpoint.best(run, int(done.get("best_step", 0)), damage(run, progress))
+    wrong = f"{run.best} is not of this model and recipe", "export with the model that the run was made with"
     try:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors[name])
-    except (KeyError, RuntimeError):  # a tensor that is not there, or of another shape
-        raise DamagedError(
-            f"{run.best} is not of this model and recipe", "export with the model that the run was made with"
-        ) from None
+        place = checkpoint.into(parameters)
+        tensors, state = checkpoint.best(run, int(done.get("best_step", 0)), damage(run, progress), place)
+    except RunError:
+        raise
+    except EdgeftError:  # a tensor of another shape
+        raise DamagedError(*wrong) from None
+    if parameters.keys() - tensors.keys():
+        raise DamagedError(*wrong)
     return state

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from edgeft.config import TrainConfig
 
+WITHOUT_GRADIENT = 2  # micro-batches may be so many times larger where no activation is kept for a backward pass
+
 
 @dataclass
 class Schedule:

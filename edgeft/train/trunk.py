@@ -6,7 +6,6 @@ The file is good for exactly one set of frozen weights, cut, set of tokens and f
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import time
 import zlib
@@ -22,15 +21,16 @@ from edgeft import cache
 from edgeft.cache import model_id as model_id
 from edgeft.data.tree import Forest
 from edgeft.errors import ModelError, RunError
-from edgeft.model import ggml, is_gguf
+from edgeft.model import ggml, gguf, is_gguf
+from edgeft.model.packed import PackedLinear
 from edgeft.model.stack import Batch, Stack
 from edgeft.run import Run, sweep, writing
 from edgeft.train.progress import Progress
+from edgeft.train.schedule import WITHOUT_GRADIENT
 
 FORMAT = 2
 ROWS_PER_SYNC = 256  # after so many rows the place reached is written down
 SYNC_S = 10.0  # block by block: after so many seconds
-WITHOUT_GRADIENT = 2  # micro-batches may be so many times larger where no activation is kept for a backward pass
 DROP_HINT = "see and clear the cache with `edgeft cache`, or keep it in the run folder: --set how.trunk_place=run"
 
 
@@ -351,10 +351,14 @@ class _Maker:
         self.run, self.stack, self.forest, self.cut, self.entry, self.codec = run, stack, forest, cut, entry, codec
         self.note, self.shared, self.progress, self.stopping = note, shared, progress, stopping
         how = run.recipe.how
-        self.tokens = WITHOUT_GRADIENT * how.micro_batch_tokens
         self.blocks = how.trunk_order == "blocks" and cut > 1
         # what a half-made file depends on beside its key: how the rows are cut up
         self.way = {"order": how.trunk_order, "micro_batch": self.tokens if self.blocks else 0, "format": FORMAT}
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch; they get smaller where memory turns out to be short."""
+        return WITHOUT_GRADIENT * self.run.recipe.how.micro_batch_tokens
 
     def make(self) -> bool:
         """False when asked to stop on the way."""
@@ -495,16 +499,7 @@ class _Maker:
 
 def let_go(stack: Stack, start: int, stop: int) -> None:
     """Weights of these blocks that are mapped from their file leave this process's memory until they are read again."""
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return
     for block in stack.layers[start:stop]:
         for module in block.modules():
-            data = getattr(getattr(module, "packed", None), "data", None)
-            mapped = getattr(data, "_mmap", None)  # numpy's: none for a copy in memory
-            if not isinstance(data, np.ndarray) or not isinstance(mapped, mmap.mmap) or not data.nbytes:
-                continue
-            offset = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
-            begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: the edges may be a neighbour's
-            end = (offset + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            if begin < end:
-                mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            if isinstance(module, PackedLinear):
+                gguf.let_go(module.packed.data)

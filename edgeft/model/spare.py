@@ -1,0 +1,35 @@
+"""Memory given back as soon as it is not used: pages of mapped weights after every product, freed buffers at once.
+
+Numbers stay the same. Pages come again from the system's cache, if that has room for them, or else from the disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+on = False
+
+# mallopt's numbers in glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+LARGE_BYTES = 1 << 20  # buffers from here on have pages of their own. Left to itself, glibc raises this to 32 MiB, and
+# what is freed between others stays
+
+
+def use(wanted: bool) -> None:
+    """For this process from now on; what malloc was told once, it keeps."""
+    global on
+    on = wanted
+    if wanted and sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+            mallopt(M_TRIM_THRESHOLD, LARGE_BYTES)
+            mallopt(M_ARENA_MAX, 1)
+
+
+def trim() -> None:
+    """Gives back what lies free now; where memory is not short, it is about to be used again."""
+    trim_all = getattr(ctypes.CDLL(None), "malloc_trim", None) if on and sys.platform == "linux" else None
+    if trim_all is not None:
+        trim_all(0)

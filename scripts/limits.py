@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Whole runs (tokens, trunk, training, export, scores) under a hard memory limit, and the most that each stage needed.
+
+    scripts/limits.py [smollm2 tinyllama qwen llama2-7b] [--aim] [--limit MIB] [--models DIR] [--set KEY=VALUE] [--json]
+
+The limit is a control group made for the run, in which the kernel kills who takes more; where none can be made it is
+RLIMIT_DATA, and the table says so. Pages of files count in a group and give way when memory is wanted, so `in use` is
+what could not be given back, sampled; `stage` is the largest resident memory of any stage's process, mapped files
+included. TinyLlama and Qwen2.5 are looked for in --models by name; LLaMA-2-7B is made there (scripts/make_model.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from edgeft.limit import Limit, hard_limit
+from edgeft.model import demo_model
+
+MIB = 2**20
+# What a planner would choose where memory is short; the trunk is computed anew each time.
+SPARING = [
+    *("how.spare_memory=true", "how.trunk_order=blocks", "how.trunk_place=run", "how.recompute=true"),
+    *("how.micro_batch_tokens=256", "how.compile=on"),
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained fits the limit; what is learned is not the question here."""
+
+    name: str
+    limit_mib: int
+    aim_mib: int
+    file: str  # how the model's file name begins, in lower case
+    sets: list[str]
+    tokens: int = 256  # of each row
+    rows: int = 32
+    steps: int = 8
+
+
+JOBS = [
+    Job("smollm2", 600, 450, "", ["update.channels=0.25"]),
+    Job("tinyllama", 900, 700, "tinyllama", ["update.channels=0.125", "update.blocks=37%-67%"]),
+    Job("qwen", 1200, 900, "qwen2.5-1.5b", ["update.channels=0.125", "update.blocks=37%-67%"]),
+    Job(
+        "llama2-7b", 3072, 2048, "llama2-7b",
+        ["update.blocks=5", "update.tensors=q,k,v,o,up", "update.channels=0.125", "eval.rows=4",
+         "eval.max_new_tokens=8"],
+        tokens=64, rows=16, steps=2,
+    ),
+]  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    job: str
+    limit_bytes: int
+    by: str  # what held the limit
+    result: str  # `done`, or what went wrong
+    in_use_bytes: int | None  # most memory that could not be given back
+    group_bytes: int | None  # with pages of files
+    peaks: dict[str, int]  # by stage
+    seconds: float
+    loss: list[float]  # held-out, before and after
+
+
+def write_rows(folder: Path, count: int, tokens: int) -> None:
+    """Questions of the embedded handbook, each on another passage that is too long and so is cut to fit."""
+    lines = (files("edgeft.demo") / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    order = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, size in (("train", count), ("heldout", max(4, count // 4))):
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for record in order.sample(records, size):
+                passage = " ".join(f"{r['question']} {r['answer']}." for r in order.sample(records, tokens // 8))
+                file.write(json.dumps({**record, "context": passage}) + "\n")
+
+
+def forget_pages(path: Path) -> None:
+    """Pages that others have read already would be counted as theirs."""
+    if hasattr(os, "posix_fadvise"):
+        handle = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+class Watch(threading.Thread):
+    """The most that is in use, looked at every 20 ms."""
+
+    def __init__(self, limit: Limit) -> None:
+        super().__init__(daemon=True)
+        self.limit, self.most, self.over = limit, 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.02):
+            self.most = max(self.most, self.limit.used_bytes or 0)
+
+
+def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str], device: str = "") -> Outcome:
+    """The job as a user would start it, all of its processes under one limit."""
+    rows, place = folder / "rows", folder / "run"
+    write_rows(rows, job.rows, job.tokens)
+    if not device:
+        device = str(folder / "limit.yaml")
+        Path(device).write_text(f"ram_bytes: {limit_bytes}\nbudget_bytes: {limit_bytes}\n")
+    sets = [*SPARING, f"data.max_tokens={job.tokens}", f"train.steps={job.steps}", "train.batch_rows=8"]
+    sets += ["train.validations=1", *job.sets, *more]
+    options = [part for value in sets for part in ("--set", value)]
+    command = [sys.executable, "-m", "edgeft", "finetune", "--device", device, "--model", str(model)]
+    command += ["--data", str(rows), "--out", str(place), "--json", *options]
+    forget_pages(model)
+    began = time.monotonic()
+    with hard_limit(limit_bytes) as limit:
+        watch = Watch(limit)
+        watch.start()
+        done = subprocess.run(command, preexec_fn=limit.join, capture_output=True, text=True)
+        watch.over.set()
+        watch.join()
+        kills, peak = limit.kills, limit.peak_bytes
+    found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    result = "done" if not done.returncode else (errors or done.stderr.splitlines() or ["failed"])[-1]
+    if kills:
+        result = f"killed for memory: {result}"
+    known = json.loads((place / "peaks.json").read_text()) if (place / "peaks.json").is_file() else {}
+    return Outcome(
+        job.name,
+        limit_bytes,
+        limit.kind,
+        result,
+        watch.most or None,
+        peak,
+        found.get("peaks", known),
+        round(time.monotonic() - began, 1),
+        [found[key] for key in ("base_loss", "best_loss") if key in found],
+    )
+
+
+def find_model(job: Job, models: Path) -> Path | None:
+    if not job.file:
+        return demo_model()
+    there = [path for path in sorted(models.glob("*.gguf")) if path.name.lower().startswith(job.file)]
+    if there or job.name != "llama2-7b":
+        return there[0] if there else None
+    from make_model import make
+
+    models.mkdir(parents=True, exist_ok=True)
+    out = models / "llama2-7b-q4_0.gguf"
+    make("llama2-7b", "q4_0", out)
+    return out
+
+
+def table(found: list[Outcome]) -> str:
+    def mib(size: int | None) -> str:
+        return "?" if size is None else f"{size / MIB:,.0f} MiB"
+
+    lines = ["| job | limit | by | in use | group | stage | loss | seconds | result |", "|---" * 9 + "|"]
+    for one in found:
+        stage, peak = max(one.peaks.items(), key=lambda item: item[1], default=("?", None))
+        loss = " → ".join(f"{value:.3f}" for value in one.loss)
+        lines.append(
+            f"| {one.job} | {mib(one.limit_bytes)} | {one.by} | {mib(one.in_use_bytes)} | {mib(one.group_bytes)} "
+            f"| {stage} {mib(peak)} | {loss} | {one.seconds:.0f} | {one.result} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="*", choices=[[], *(job.name for job in JOBS)], metavar="JOB")
+    parser.add_argument("--aim", action="store_true", help="the tighter limits")
+    parser.add_argument("--limit", type=int, metavar="MIB", help="this limit for every job")
+    parser.add_argument("--models", type=Path, default=Path("models"))
+    parser.add_argument("--device", default="", help="profile that plans; default: one with the limit as its budget")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    found = []
+    for job in JOBS:
+        if args.jobs and job.name not in args.jobs:
+            continue
+        model = find_model(job, args.models)
+        if model is None:
+            print(f"{job.name}: no {job.file}*.gguf in {args.models}", file=sys.stderr)
+            continue
+        mib = args.limit or (job.aim_mib if args.aim else job.limit_mib)
+        folder = (args.keep or Path(tempfile.gettempdir())) / f"limits-{job.name}-{os.getpid()}"
+        folder.mkdir(parents=True)
+        try:
+            found.append(run(job, model, folder, mib * MIB, args.set, args.device))
+        finally:
+            if not args.keep:
+                shutil.rmtree(folder)
+    print(json.dumps([asdict(one) for one in found], indent=1) if args.json else table(found))
+    if any(one.result != "done" for one in found):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Big models on small machines: random models of any shape, weights that leave memory, and whole runs under a limit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edgeft.config import UpdateConfig
+from edgeft.data.rows import Row
+from edgeft.data.tokens import Encoded
+from edgeft.data.tree import Forest
+from edgeft.errors import DamagedError, EdgeftError
+from edgeft.evaluate.llamacpp import LlamaFile, room
+from edgeft.evaluate.quick import quick
+from edgeft.export.gguf import export_gguf
+from edgeft.export.verify import compare
+from edgeft.limit import can_make_group
+from edgeft.model import compiled, ggml, kernels, spare
+from edgeft.model.gguf import GGUF, let_go
+from edgeft.model.packed import Packed
+from edgeft.model.stack import Stack, load, row_order
+from edgeft.model.tokenizer import GgufTokenizer
+from edgeft.sparse import scheme
+from edgeft.train import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import limits
+import make_model
+
+TEXT = "Every linear layer keeps its packed weights in the mapped file, and nothing else."
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    make_model.make("tiny", "q4_0", path)
+    return path
+
+
+@pytest.fixture
+def sparing() -> Iterator[None]:
+    spare.use(True)
+    yield
+    spare.use(False)
+
+
+def row(ids: list[int]) -> Encoded:
+    return Encoded(np.array(ids, np.int32), np.arange(len(ids)) > 0, Row([], []))
+
+
+# ---------------------------------------------------------------- models of any shape
+
+
+def test_llama_cpp_and_the_trainer_read_the_same_from_a_random_model(tiny: Path) -> None:
+    tokenizer = GgufTokenizer(tiny)
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.vocab_size == make_model.SHAPES["tiny"].vocabulary
+    assert tokenizer.decode(ids) == TEXT
+    assert max(ids) < tokenizer.vocab_size
+    assert tokenizer.encode("<|im_start|>user\n")[0] == 1  # marks are there, so that the chat template works
+    stack = load(tiny)
+    _, batch = Forest([row(ids)]).batch([0])
+    ours = stack.logits(batch).numpy()
+    with LlamaFile(tiny, n_ctx=64, threads=1) as file:
+        theirs = file.target_logits(ids, range(len(ids) - 1))
+    assert np.isfinite(theirs).all()
+    assert 0.3 < theirs.std() < 3  # neither silent nor certain
+    assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > 0.99
+
+
+def test_a_larger_vocabulary_is_filled_up_and_types_have_their_sizes(tmp_path: Path, model: Path) -> None:
+    records = make_model.vocabulary(GGUF.open(model), 60_000)
+    assert sum(b"<|unused_" in record for record in records) == 1
+    shape = make_model.Shape(1, 64, 2, 1, 64, 300, 64)
+    with pytest.raises(EdgeftError, match="200 tokens are fewer"):
+        make_model.vocabulary(GGUF.open(model), 200)
+    for name in make_model.TYPES:
+        for tensor in make_model.tensors(shape, name, seed=1):
+            data = tensor.data()
+            assert data.nbytes == tensor.nbytes
+            if tensor.type != ggml.F32:
+                values = np.empty((tensor.shape[1], tensor.shape[0]), np.float32)
+                ggml.unpack(data, tensor.type, values)
+                again = tensor.data()
+                assert (again == data).all()  # the same seed, the same file
+                if tensor.name == "token_embd.weight":
+                    assert values.std() == pytest.approx(1.0, rel=0.05)
+                    assert abs(values.mean()) < 0.05
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    sizes = {
+        name: sum(int(np.prod(t.shape)) for t in make_model.tensors(shape, "q4_0", 0))
+        for name, shape in make_model.SHAPES.items()
+    }
+    # as their model cards count them
+    assert sizes["llama2-7b"] == 6_738_415_616
+    assert sizes["llama3-8b"] == 8_030_261_248
+    assert sizes["llama3.2-3b"] == 3_212_749_824
+    assert sizes["tinyllama"] == 1_100_048_384
+
+
+# ---------------------------------------------------------------- weights that are not in memory
+
+
+def test_rows_are_put_in_order_when_they_are_used(tiny: Path) -> None:
+    gguf = GGUF.open(tiny)
+    order = row_order(gguf, "q")
+    assert order is not None
+    info = gguf.tensors["blk.0.attn_q.weight"]
+    stored = Packed(gguf.bytes(info.name), info.type, info.shape[1], info.shape[0])
+    ordered = stored.permuted(order)
+    wanted = stored.copy()[torch.from_numpy(order)]
+    assert ordered.data.base is not None
+    assert np.shares_memory(ordered.data, gguf.data)  # no copy
+    assert torch.equal(ordered.dense(), wanted)
+    assert torch.equal(ordered.dense(16, 48), wanted[16:48])
+    assert torch.equal(ordered.picked(np.array([5, 2, 5])), wanted[[5, 2, 5]])
+    back = np.argsort(order)
+    assert torch.equal(ordered.permuted(back).dense(), stored.copy())
+    if compiled.is_built() or compiled.compiler():
+        assert torch.equal(ordered.operand(kernels.load(), 8, 40), wanted[8:40])
+
+
+def mapped_bytes(path: Path) -> int:
+    """Of a file, pages that this process holds."""
+    inside, total = False, 0
+    with open("/proc/self/smaps", encoding="utf-8") as file:
+        for line in file:
+            if "-" in line.split()[0] and ":" not in line.split()[0]:
+                inside = line.rstrip().endswith(path.name)
+            elif inside and line.startswith("Rss:"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+needs_smaps = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
+
+
+@needs_smaps
+def test_sparing_memory_changes_no_number_and_keeps_no_weights(model: Path, request: pytest.FixtureRequest) -> None:
+    _, batch = Forest([row(GgufTokenizer(model).encode(TEXT))]).batch([0])
+
+    def numbers(stack: Stack) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = stack.trunk(batch, 25).requires_grad_()
+        loss = stack.head.loss(stack.top(hidden, batch, 25), batch.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert hidden.grad is not None
+        return loss.detach(), hidden.grad
+
+    wanted = numbers(load(model))
+    before = mapped_bytes(model)
+    request.getfixturevalue("sparing")
+    stack = load(model)
+    let_go(GGUF.open(model).data)
+    started = mapped_bytes(model)
+    found = numbers(stack)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+    assert before > 60_000_000  # most of the file
+    assert mapped_bytes(model) - started < 12_000_000
+
+
+@needs_smaps
+def test_an_export_leaves_no_page_of_its_base(model: Path, tmp_path: Path) -> None:
+    before = mapped_bytes(model)
+    out = tmp_path / "out.gguf"
+    export_gguf(model, [], out, "auto", None, None)
+    assert mapped_bytes(model) - before < 12_000_000
+    base, made = GGUF.open(model), GGUF.open(out)
+    assert all((made.bytes(name) == base.bytes(name)).all() for name in base.tensors)
+
+
+def test_only_mapped_arrays_are_let_go(tmp_path: Path) -> None:
+    own = np.arange(1 << 16, dtype=np.uint8)
+    let_go(own)
+    assert (own == np.arange(1 << 16, dtype=np.uint8)).all()
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 1024)
+    mapped = np.memmap(tmp_path / "file", np.uint8, "r")
+    let_go(mapped[100:200_000])
+    assert bytes(mapped[:512]) == bytes(range(256)) * 2
+
+
+# ---------------------------------------------------------------- trained weights and the check
+
+
+def test_weights_are_read_where_they_are_used(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000001.safetensors"
+    tensors = {"a": torch.arange(12.0).view(3, 4), "adamw.exp_avg.a": torch.ones(3, 4), "adamw.step.a": torch.tensor(7)}
+    checkpoint.write(path, tensors, {"step": 1})
+    parameters = {"a": torch.nn.Parameter(torch.zeros(3, 4))}
+    place = parameters["a"].data_ptr()
+    found, state = checkpoint.read(path, checkpoint.into(parameters))
+    assert state["step"] == 1
+    assert torch.equal(parameters["a"], tensors["a"])
+    assert found["a"].data_ptr() == parameters["a"].data_ptr() == place
+    assert torch.equal(found["adamw.exp_avg.a"], tensors["adamw.exp_avg.a"])
+    assert int(found["adamw.step.a"]) == 7
+    assert checkpoint.read(path, checkpoint.nowhere)[0] == {}
+    with pytest.raises(EdgeftError, match=r"a is \[3, 4\] in the checkpoint, and \[4, 3\] in the model"):
+        checkpoint.read(path, checkpoint.into({"a": torch.zeros(4, 3)}))
+    path.write_bytes(path.read_bytes()[:-4] + b"\1\2\3\4")
+    parameters["a"].detach().zero_()
+    with pytest.raises(DamagedError):
+        checkpoint.read(path, checkpoint.into(parameters))
+    assert not parameters["a"].any()  # a damaged file reaches no weight
+
+
+def test_the_check_of_an_export_runs_through_the_kernels(tiny: Path, tmp_path: Path, sparing: None) -> None:
+    if not (compiled.is_built() or compiled.compiler()):
+        pytest.skip("no C++ compiler")
+    stack = load(tiny, lean=True)
+    stack.kernels = stack.head.kernels = kernels.load()
+    chosen = scheme.make(UpdateConfig(blocks=2, tensors=["q", "up"]), stack.depth, stack.arch)
+    for parameter in scheme.apply(stack, chosen, 0).values():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    tokenizer = GgufTokenizer(tiny)
+    rows = [row(tokenizer.encode(text)) for text in (TEXT, TEXT[::-1], TEXT.upper())]
+    out = tmp_path / "out.gguf"
+    export_gguf(tiny, scheme.updated(stack, chosen), out, "q8_0", None, None)
+    good = compare(out, stack, rows, tokenizer, threads=1)
+    bad = compare(tiny, stack, rows, tokenizer, threads=1)  # without the update
+    assert good.rows == 3
+    assert good.same_ids
+    assert good.mean_kl < 0.01 < 0.1 < bad.mean_kl
+
+
+# ---------------------------------------------------------------- scoring in little memory
+
+
+def test_scoring_stays_within_its_room(model: Path) -> None:
+    assert room(1000) == 1000
+    assert room(0) > 1 << 20
+    assert room(1 << 60) == pytest.approx(room(0), rel=0.2)
+    with quick(model, 100_000, room_bytes=600 << 20) as place:
+        assert place == model  # the float16 copy is larger than a quarter of that
+    ids = GgufTokenizer(model).encode(TEXT)
+    found = []
+    for size in (100 << 20, 1 << 40):
+        with LlamaFile(model, n_ctx=2048, threads=1, room_bytes=size) as file:
+            file.ready(256, 1, wished=4096)
+            found.append((file.cells, file.target_logits(ids, [len(ids) - 1])))
+    assert found[0][0] < found[1][0]  # fewer keys and values
+    assert found[0][0] >= 256
+    assert np.corrcoef(found[0][1][0], found[1][1][0])[0, 1] > 0.999
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def test_rows_for_the_limits_have_the_length_that_is_asked_for(tmp_path: Path, model: Path) -> None:
+    from edgeft.config import DataConfig
+    from edgeft.data import rows as data_rows
+    from edgeft.data import tokens as data_tokens
+
+    limits.write_rows(tmp_path / "rows", 8, 256)
+    found = data_rows.load(DataConfig(path=str(tmp_path / "rows")))
+    encoded, dropped = data_tokens.encode_rows(found.train, GgufTokenizer(model), 256)
+    assert (len(encoded), dropped) == (8, [])
+    assert min(len(r.ids) for r in encoded) > 230
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_group(), reason="no control group for memory can be made here")
+def test_smollm2_is_tuned_and_exported_in_600_mib(tmp_path: Path, model: Path) -> None:
+    job = next(job for job in limits.JOBS if job.name == "smollm2")
+    found = limits.run(job, model, tmp_path, job.limit_mib << 20, [])
+    assert found.result == "done"
+    assert found.by.startswith("cgroup")
+    assert found.in_use_bytes is not None
+    assert found.in_use_bytes < job.limit_mib << 20
+    assert list(found.peaks) == ["prepare", "train", "export", "eval"]
+    assert found.loss[1] < found.loss[0]
