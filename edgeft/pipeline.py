@@ -236,6 +236,9 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     if max(int(r.ids.max()) for r in rows + heldout) >= shape.vocabulary:
         raise RunError(f"{run.tokens} holds tokens that the model does not have", "delete it: it is made anew")
     planned = schemes.make(run.recipe.update, shape.depth, GGUF.open(source).arch if is_gguf(source) else "llama")
+    if budget_bytes and run.recipe.how.products == "auto":  # bf16 ones may have been planned without
+        before = run.read_json(run.path / "plan.json") or {}
+        run.recipe.how.products = (before.get("how") or {}).get("products", "auto")
     engine = choose_engine(run, shape, planned, rows, progress)
     run.recipe.how.compile = "on" if engine.kernels else "off"  # what `auto` came to: the plan depends on it
     run.recipe.how.products = "bf16" if engine.half else "fp32"
