@@ -33,7 +33,7 @@ MIB = 2**20
 # What a planner would choose where memory is short; the trunk is computed anew each time.
 SPARING = [
     *("how.spare_memory=true", "how.trunk_order=blocks", "how.trunk_place=run", "how.recompute=true"),
-    *("how.micro_batch_tokens=256", "how.compile=on"),
+    *("how.micro_batch_tokens=256", "how.compile=on", "how.optimizer_state=bf16"),
 ]
 
 
