@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from edgeft.errors import ModelError
 from edgeft.model import attention, is_gguf
@@ -25,6 +25,7 @@ from edgeft.model.gguf import GGUF
 from edgeft.model.header import LINEARS, NORMS, check_frozen, header_values, plain_rotation
 from edgeft.model.kernels import Kernels
 from edgeft.model.packed import Packed, PackedEmbedding, PackedHead, PackedLinear
+from edgeft.model.recompute import recomputed
 
 
 @dataclass
@@ -92,6 +93,8 @@ class Stack:
         for block in self.layers[start:stop]:
             keywords = {"attention_mask": mask, "position_embeddings": rotary, "past_key_values": cache}
             if self.recompute and torch.is_grad_enabled():
+                from torch.utils.checkpoint import checkpoint
+
                 hidden = checkpoint(block, hidden, use_reentrant=False, **keywords)
             else:
                 hidden = block(hidden, **keywords)
@@ -108,11 +111,11 @@ class Stack:
         way = Way(self.kernels, self.prune, half)
         return way, self.config, tree, (cos[0], sin[0]), torch.get_num_threads()
 
-    def _through(self, function: Callable[..., Any], *given: Any) -> Any:
+    def _through(self, function: Callable[..., Any], block: nn.Module, *streams: Pending) -> Any:
         """One block's function, whose activations are kept or computed again."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(function, *given, use_reentrant=False)
-        return function(*given)
+            return recomputed(partial(function, block), *streams)
+        return function(block, *streams)
 
     def top(self, hidden: torch.Tensor, batch: Batch, cut: int) -> torch.Tensor:
         """From what the cut sees, (T, d), to the normed states (n, d) at which targets are predicted."""
