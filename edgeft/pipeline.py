@@ -202,6 +202,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
 
 def trained_stack(run: Run, progress: Progress = Progress()) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The run's model with its best checkpoint loaded."""
+    from edgeft.sparse import scheme as schemes
     from edgeft.train.loop import load_trained
 
     if not run.best.is_file():
@@ -209,7 +210,7 @@ def trained_stack(run: Run, progress: Progress = Progress()) -> tuple[Stack, Sch
             f"{run.path} has no trained weights yet", f"go on with `edgeft finetune --resume --out {run.path}`"
         )
     stack, scheme, parameters = build(run.recipe)
-    load_trained(parameters, run, progress)
+    load_trained(schemes.stored(stack, parameters), run, progress)
     return stack, scheme, parameters
 
 

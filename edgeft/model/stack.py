@@ -46,6 +46,9 @@ class Stack:
         self.arch, self.config, self.model = arch, config, model
         self.embed, self.head, self.source = embed, head, source
         self.recompute = False
+        self.spare = (
+            False  # keep little of blocks in which no weight is trained, at the price of most of their products
+        )
         self.prune = True  # false: also gradients that nobody uses, to see what they cost
         self.kernels: Kernels | None = None  # None: transformers' own blocks in plain torch
         self.half = False  # products of bf16 operands from the cut on, by the kernels alone: the trunk runs only once
@@ -121,8 +124,9 @@ class Stack:
             if batch.kept is None:
                 runner = Runner(*self._running(batch.positions, batch.tree, self.half))
                 stream: Pending = (hidden, None)
+                spare = self.spare and not self.recompute and torch.is_grad_enabled()
                 for block in self.layers[cut:-1]:
-                    stream = self._through(runner.block, block, stream)
+                    stream = self._through(runner.spare_block if spare else runner.block, block, stream)
                 stream = runner.last_block(self.layers[-1], stream, asked.numpy())
             else:
                 splitter = SplitRunner(batch.kept, *self._running(batch.positions, batch.tree, self.half))
@@ -189,8 +193,9 @@ class Stack:
 
 def weight_of(module: nn.Module) -> torch.Tensor:
     """The dense float32 weight of any linear layer that a stack can hold."""
-    if isinstance(module, PackedLinear):
-        return module.dense_weight()
+    if hasattr(module, "dense_weight"):  # packed, or trained in part
+        dense: torch.Tensor = module.dense_weight()  # type: ignore[operator]
+        return dense
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     return weight.detach().float().clone()
 
