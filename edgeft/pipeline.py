@@ -190,6 +190,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     progress.line(
         f"scheme: {run.recipe.update.method}, blocks {scheme.blocks[0]} to {scheme.blocks[-1]} of {stack.depth} "
         f"(cut at {scheme.cut}), {trained / 1e6:.2f} M parameters trained"
+        + (f", {scheme.cycle_blocks} blocks at a time" if scheme.cycle_blocks else "")
     )
     run.log(event="scheme", cut=scheme.cut, blocks=list(scheme.blocks), trained_parameters=trained)
     trainer = Trainer(run, stack, scheme, parameters, rows, heldout, progress)

@@ -233,7 +233,7 @@ def test_biases_and_lite_branches_keep_a_quarter_of_full_training(model: Path, b
     for name in ("full", "bias-norm", "tinytl"):
         update = replace(config.load_recipe(name).update, blocks="last 12")
         stack, scheme = prepared(model, update)
-        stack.spare = name != "full"
+        stack.frugal = name != "full"
         found[name] = kept(stack, scheme.cut, buffers)
     assert found["bias-norm"] <= found["full"] / 4
     assert found["tinytl"] <= 1.2 * found["bias-norm"]
@@ -253,7 +253,7 @@ def test_a_share_of_the_channels_keeps_that_share_of_the_inputs(model: Path, buf
     assert part == 5 * (3 + 2) * 64 * 4 * 160  # each layer has its own channels
 
 
-def test_sparing_blocks_compute_the_same(model: Path) -> None:
+def test_frugal_blocks_compute_the_same(model: Path) -> None:
     update = UpdateConfig(method="tinytl", blocks="25-29", biases=True, norms=True, rank=4)
     stack, scheme = prepared(model, update)
     parameters = {name: p for name, p in stack.model.named_parameters() if p.requires_grad}
@@ -262,8 +262,8 @@ def test_sparing_blocks_compute_the_same(model: Path) -> None:
             parameter.data.normal_(std=0.02)
     _, rows = Forest(ROWS).batch(list(range(len(ROWS))))
     found = []
-    for spare in (False, True):
-        stack.spare = spare
+    for frugal in (False, True):
+        stack.frugal = frugal
         loss = stack.head.loss(stack.top(stack.trunk(rows, scheme.cut), rows, scheme.cut), rows.targets)
         loss.backward()  # type: ignore[no-untyped-call]
         found.append({name: p.grad for name, p in parameters.items()} | {"loss": loss.detach()})

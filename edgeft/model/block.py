@@ -464,7 +464,7 @@ class Runner:
         mixed = _Attend.apply(*self._qkv(block, h), angles, self.plan, self.shape, self.kernels)
         return self._after(block, x, mixed)
 
-    def spare_block(self, block: Any, stream: Pending) -> Pending:
+    def frugal_block(self, block: Any, stream: Pending) -> Pending:
         """As `block`, keeping the residual stream before each half and no more. Going back, what lies between is
         computed again, but for o and down, which need nothing of it where their weights are not trained."""
         x = stream[0] if stream[1] is None else _Sum.apply(*stream)

@@ -46,9 +46,7 @@ class Stack:
         self.arch, self.config, self.model = arch, config, model
         self.embed, self.head, self.source = embed, head, source
         self.recompute = False
-        self.spare = (
-            False  # keep little of blocks in which no weight is trained, at the price of most of their products
-        )
+        self.frugal = False  # where no weight is trained: keep little of a block, and compute most of it again
         self.prune = True  # false: also gradients that nobody uses, to see what they cost
         self.kernels: Kernels | None = None  # None: transformers' own blocks in plain torch
         self.half = False  # products of bf16 operands from the cut on, by the kernels alone: the trunk runs only once
@@ -111,11 +109,11 @@ class Stack:
         way = Way(self.kernels, self.prune, half)
         return way, self.config, tree, (cos[0], sin[0]), torch.get_num_threads()
 
-    def _through(self, function: Callable[..., Any], *given: Any) -> Any:
+    def _through(self, function: Callable[..., Any], block: nn.Module, *streams: Pending) -> Any:
         """One block's function, whose activations are kept or computed again."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(function, *given, use_reentrant=False)
-        return function(*given)
+        if self.recompute and _goes_back(block, streams):
+            return checkpoint(function, block, *streams, use_reentrant=False)
+        return function(block, *streams)
 
     def top(self, hidden: torch.Tensor, batch: Batch, cut: int) -> torch.Tensor:
         """From what the cut sees, (T, d), to the normed states (n, d) at which targets are predicted."""
@@ -124,9 +122,9 @@ class Stack:
             if batch.kept is None:
                 runner = Runner(*self._running(batch.positions, batch.tree, self.half))
                 stream: Pending = (hidden, None)
-                spare = self.spare and not self.recompute and torch.is_grad_enabled()
                 for block in self.layers[cut:-1]:
-                    stream = self._through(runner.spare_block if spare else runner.block, block, stream)
+                    frugal = self.frugal and not self.recompute and _goes_back(block, (stream,))
+                    stream = self._through(runner.frugal_block if frugal else runner.block, block, stream)
                 stream = runner.last_block(self.layers[-1], stream, asked.numpy())
             else:
                 splitter = SplitRunner(batch.kept, *self._running(batch.positions, batch.tree, self.half))
@@ -189,6 +187,12 @@ class Stack:
     def dense_weight(self, block: int, tensor: str) -> torch.Tensor:
         """A frozen linear's weight, unpacked into memory of its own."""
         return weight_of(self.linear(block, tensor))
+
+
+def _goes_back(block: nn.Module, streams: Sequence[Pending]) -> bool:
+    """Is a gradient of anything in this block, or below it, wanted?"""
+    given = [tensor for stream in streams for tensor in stream if tensor is not None]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, *block.parameters()))
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,7 +25,13 @@ from edgeft.train import optimizer
 from edgeft.train.optimizer import EPS, Optimizer
 
 Tensor = torch.Tensor
+Draw = np.random.Generator
 PIECE = 1 << 20  # weights that are float32 at a time while they are updated
+
+
+def by_chance(values: Tensor, draw: Draw) -> Tensor:
+    """Rounded in place to one of the two whole numbers beside each, the nearer the likelier."""
+    return values.add_(torch.from_numpy(draw.random(values.shape, dtype=np.float32))).floor_()
 
 
 class Qas(Optimizer):
@@ -76,7 +83,7 @@ class Qas(Optimizer):
         """One weight, some rows at a time."""
         kept = self.kept.setdefault(name, {"step": 0.0})
         kept["step"] += 1.0
-        draw = torch.Generator().manual_seed(zlib.crc32(f"{self.train.seed} {self.taken} {name}".encode()))
+        draw = np.random.default_rng([self.train.seed, self.taken, zlib.crc32(name.encode())])
         rows = max(1, PIECE // layer.in_features)
         assert layer.weight.grad is not None
         for start in range(0, layer.out_features, rows):
@@ -93,12 +100,12 @@ class Qas(Optimizer):
             else:
                 codes.sub_(step)
 
-    def _rounded(self, values: Tensor, draw: torch.Generator) -> Tensor:
+    def _rounded(self, values: Tensor, draw: Draw) -> Tensor:
         if self.update.rounding == "nearest":
             return values.round_()
-        return values.add_(torch.rand(values.shape, generator=draw)).floor_()
+        return by_chance(values, draw)
 
-    def _sgd(self, kept: dict[str, Any], layer: Int8Linear, piece: slice, gradient: Tensor, draw: Any) -> Tensor:
+    def _sgd(self, kept: dict[str, Any], layer: Int8Linear, piece: slice, gradient: Tensor, draw: Draw) -> Tensor:
         """With momentum: how far W̄ goes."""
         scales = layer.scales[piece, None]
         gradient.mul_(scales)  # of W̄
@@ -110,7 +117,7 @@ class Qas(Optimizer):
             self._remember(kept, "first", piece, gradient, draw)
         return gradient.mul(self.lr)
 
-    def _adam(self, kept: dict[str, Any], layer: Int8Linear, piece: slice, gradient: Tensor, draw: Any) -> Tensor:
+    def _adam(self, kept: dict[str, Any], layer: Int8Linear, piece: slice, gradient: Tensor, draw: Draw) -> Tensor:
         """How far W would go."""
         beta1, beta2 = self.train.beta1, self.train.beta2
         mean = self._recall(kept, layer, "first", piece).lerp_(gradient, 1 - beta1)
@@ -134,7 +141,7 @@ class Qas(Optimizer):
             return kept[part][piece].clone()  # type: ignore[no-any-return]
         return kept[part][piece].float().mul_(kept[f"{part}_scales"][piece, None])  # type: ignore[no-any-return]
 
-    def _remember(self, kept: dict[str, Any], part: str, piece: slice, values: Tensor, draw: torch.Generator) -> None:
+    def _remember(self, kept: dict[str, Any], part: str, piece: slice, values: Tensor, draw: Draw) -> None:
         """8bit: with a scale for each row. Means are rounded at random, so that what is small adds up; roots of
         squares, which steps are divided by, upwards: too long a step does harm, too short a one little."""
         if not self.small:
@@ -143,7 +150,7 @@ class Qas(Optimizer):
         largest = 255 if part == "root" else LARGEST
         scales = values.abs().amax(1).clamp_(min=1e-30).div_(largest)
         codes = values / scales[:, None]
-        codes = codes.ceil_() if part == "root" else codes.add_(torch.rand(codes.shape, generator=draw)).floor_()
+        codes = codes.ceil_() if part == "root" else by_chance(codes, draw)
         kept[part][piece] = codes.clamp_(-largest, largest)
         kept[f"{part}_scales"][piece] = scales
 
