@@ -262,8 +262,13 @@ def gemm_key(cpu: str, threads: int) -> str:
     return f"{cpu} | torch {version} | {threads} threads"
 
 
+def bytes_key(cpu: str, threads: int) -> str:
+    """Under which it is kept how many bytes a second are moved and written."""
+    return f"{gemm_key(cpu, threads)} | bytes"
+
+
 def read_gemm_cache() -> dict[str, dict[str, float]]:
-    """Key → dtype → GFLOPS. What is damaged is left out, and will be measured again."""
+    """Key → dtype → GFLOPS, and by `bytes_key` GB/s. What is damaged is left out, and will be measured again."""
     path = gemm_cache()
     try:
         entries = json.loads(read_text(path)) if path else {}

@@ -251,6 +251,9 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     if max(int(r.ids.max()) for r in rows + heldout) >= shape.vocabulary:
         raise RunError(f"{run.tokens} holds tokens that the model does not have", "delete it: it is made anew")
     planned = schemes.make(run.recipe.update, shape.depth, GGUF.open(source).arch if is_gguf(source) else "llama")
+    if budget_bytes and run.recipe.how.products == "auto":  # bf16 ones may have been planned without
+        before = run.read_json(run.path / "plan.json") or {}
+        run.recipe.how.products = (before.get("how") or {}).get("products", "auto")
     engine = choose_engine(run, shape, planned, rows, progress)
     run.recipe.how.compile = "on" if engine.kernels else "off"  # what `auto` came to: the plan depends on it
     run.recipe.how.products = "bf16" if engine.half else "fp32"
@@ -261,6 +264,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     progress.line(
         f"scheme: {run.recipe.update.method}, blocks {scheme.blocks[0]} to {scheme.blocks[-1]} of {stack.depth} "
         f"(cut at {scheme.cut}), {trained / 1e6:.2f} M parameters trained"
+        + (f", {scheme.cycle_blocks} blocks at a time" if scheme.cycle_blocks else "")
     )
     run.log(event="scheme", cut=scheme.cut, blocks=list(scheme.blocks), trained_parameters=trained)
     trainer = Trainer(run, stack, scheme, parameters, rows, heldout, progress)
@@ -275,6 +279,7 @@ def trained_stack(
     run: Run, progress: Progress = Progress(), engine: Engine | None = None, spare_memory: bool = False
 ) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The run's model with its best checkpoint loaded."""
+    from edgeft.sparse import scheme as schemes
     from edgeft.train.loop import load_trained
 
     if not run.best.is_file():
@@ -283,7 +288,7 @@ def trained_stack(
         )
     how = replace(run.recipe.how, spare_memory=spare_memory)
     stack, scheme, parameters = build(replace(run.recipe, how=how), engine)
-    load_trained(parameters, run, progress)
+    load_trained(schemes.stored(stack, parameters), run, progress)
     return stack, scheme, parameters
 
 

@@ -191,6 +191,7 @@ def print_doctor(console: Console, found: dict[str, Any]) -> None:
                 f"{cpu['name']} · {cpu['cores']} cores · {' '.join(cpu['simd']) or 'no vector extensions known'}",
             ),
             ("matrix products", f"{rates} GFLOPS on {gemm['threads']} threads"),
+            ("bytes", ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in found["bytes"].items()) or "not measured"),
             ("accelerator", f"{accelerator['kind']} {accelerator['name'] or ''}".strip()),
             ("compiler", compiler["version"] if compiler else "none"),
             ("temperature", heat),

@@ -240,13 +240,9 @@ def main() -> None:
 
         if not is_refusal(error):
             raise
-        code, said["error"] = (
-            DoesNotFitError.exit_code,
-            [
-                f"the system gave the {given['stage']} stage no more memory",
-                f"go on with `edgeft finetune --resume --out {given['run']}` when there is more; what was complete is kept",
-            ],
-        )
+        hint = f"what is complete is kept: `edgeft finetune --resume --out {given['run']}` goes on when there is more"
+        code = DoesNotFitError.exit_code
+        said["error"] = [f"the system gave the {given['stage']} stage no more memory", hint]
     except KeyboardInterrupt:
         code = STOPPED
     except BrokenPipeError:

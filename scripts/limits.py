@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ MIB = 2**20
 # What a planner would choose where memory is short; the trunk is computed anew each time.
 SPARING = [
     *("how.spare_memory=true", "how.trunk_order=blocks", "how.trunk_place=run", "how.recompute=true"),
-    *("how.micro_batch_tokens=256", "how.compile=on"),
+    *("how.micro_batch_tokens=256", "how.compile=on", "how.optimizer_state=bf16"),
 ]
 
 
@@ -44,7 +45,7 @@ class Job:
     name: str
     limit_mib: int
     aim_mib: int
-    file: str  # how the model's file name begins, in lower case
+    file: str  # what its model file is called, in lower case; nothing: the embedded one
     sets: list[str]
     tokens: int = 256  # of each row
     rows: int = 32
@@ -53,10 +54,10 @@ class Job:
 
 JOBS = [
     Job("smollm2", 600, 450, "", ["update.channels=0.25"]),
-    Job("tinyllama", 900, 700, "tinyllama", ["update.channels=0.125", "update.blocks=37%-67%"]),
-    Job("qwen", 1200, 900, "qwen2.5-1.5b", ["update.channels=0.125", "update.blocks=37%-67%"]),
+    Job("tinyllama", 900, 700, "*tinyllama*.gguf", ["update.channels=0.125", "update.blocks=37%-67%"]),
+    Job("qwen", 1200, 900, "*qwen2.5*1.5b*.gguf", ["update.channels=0.125", "update.blocks=37%-67%"]),
     Job(
-        "llama2-7b", 3072, 2048, "llama2-7b",
+        "llama2-7b", 3072, 2048, "llama2-7b*.gguf",
         ["update.blocks=5", "update.tensors=q,k,v,o,up", "update.channels=0.125", "eval.rows=4",
          "eval.max_new_tokens=8"],
         tokens=64, rows=16, steps=2,
@@ -153,7 +154,7 @@ def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str], 
 def find_model(job: Job, models: Path) -> Path | None:
     if not job.file:
         return demo_model()
-    there = [path for path in sorted(models.glob("*.gguf")) if path.name.lower().startswith(job.file)]
+    there = [path for path in sorted(models.glob("*")) if fnmatch(path.name.lower(), job.file)]
     if there or job.name != "llama2-7b":
         return there[0] if there else None
     from make_model import make
@@ -196,7 +197,7 @@ def main() -> None:
             continue
         model = find_model(job, args.models)
         if model is None:
-            print(f"{job.name}: no {job.file}*.gguf in {args.models}", file=sys.stderr)
+            print(f"{job.name}: no {job.file} in {args.models}", file=sys.stderr)
             continue
         mib = args.limit or (job.aim_mib if args.aim else job.limit_mib)
         folder = (args.keep or Path(tempfile.gettempdir())) / f"limits-{job.name}-{os.getpid()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,9 @@ def sparing() -> Iterator[None]:
     spare.use(True)
     yield
     spare.use(False)
+
+
+needs_compiler = pytest.mark.skipif(not (compiled.is_built() or compiled.compiler()), reason="no C++ compiler")
 
 
 def row(ids: list[int]) -> Encoded:
@@ -123,8 +127,17 @@ def test_rows_are_put_in_order_when_they_are_used(tiny: Path) -> None:
     assert torch.equal(ordered.picked(np.array([5, 2, 5])), wanted[[5, 2, 5]])
     back = np.argsort(order)
     assert torch.equal(ordered.permuted(back).dense(), stored.copy())
-    if compiled.is_built() or compiled.compiler():
-        assert torch.equal(ordered.operand(kernels.load(), 8, 40), wanted[8:40])
+
+
+@needs_compiler
+def test_the_kernels_put_rows_in_order_too(tiny: Path) -> None:
+    gguf = GGUF.open(tiny)
+    order = row_order(gguf, "q")
+    assert order is not None
+    info = gguf.tensors["blk.0.attn_q.weight"]
+    stored = Packed(gguf.bytes(info.name), info.type, info.shape[1], info.shape[0])
+    wanted = stored.copy()[torch.from_numpy(order)]
+    assert torch.equal(stored.permuted(order).operand(kernels.load(), 8, 40), wanted[8:40])
 
 
 def mapped_bytes(path: Path) -> int:
@@ -186,6 +199,62 @@ def test_only_mapped_arrays_are_let_go(tmp_path: Path) -> None:
     assert bytes(mapped[:512]) == bytes(range(256)) * 2
 
 
+# ---------------------------------------------------------------- activations, and what torch loads
+
+LOADED = """
+import sys
+import numpy as np
+from edgeft.config import UpdateConfig
+from edgeft.data.rows import Row
+from edgeft.data.tokens import Encoded
+from edgeft.data.tree import Forest
+from edgeft.model import kernels
+from edgeft.model.stack import load
+from edgeft.sparse import scheme
+
+stack = load(sys.argv[1], lean=True)
+stack.kernels, stack.recompute = kernels.load(), True
+parameters = scheme.apply(stack, scheme.make(UpdateConfig(blocks="1-2"), stack.depth, stack.arch), 0)
+ids = np.arange(20, 60, dtype=np.int32)
+_, batch = Forest([Encoded(ids, ids > 20, Row([], []))]).batch([0])
+stack.head.loss(stack.top(stack.trunk(batch, 1), batch, 1), batch.targets).backward()
+assert all(p.grad is not None for p in parameters.values())
+print([name for name in ("torch._dynamo", "sympy", "transformers") if name in sys.modules])
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_what_is_computed_again_is_the_same(tiny: Path, share: float) -> None:
+    stack = load(tiny, lean=True)
+    stack.kernels = stack.head.kernels = kernels.load()
+    update = UpdateConfig(blocks="1-2", tensors=["q", "k", "up", "down"], biases=True, norms=True)
+    parameters = scheme.apply(stack, scheme.make(update, stack.depth, stack.arch), 0)
+    ids = np.random.default_rng(0).integers(20, 1000, 48).tolist()
+    _, batch = Forest([row(ids), row([*ids[:20], *ids[5:20]])]).batch([0, 1])
+    if share < 1:  # gradients pass through some tokens only
+        batch.at, batch.targets = batch.at[::4], batch.targets[::4]
+        chosen = np.random.default_rng(1).permutation(len(batch.tokens))[: int(share * len(batch.tokens))]
+        batch.kept = np.union1d(chosen, batch.at.numpy())
+    found = []
+    for recompute in (False, True):
+        stack.recompute = recompute
+        stack.model.zero_grad()
+        loss = stack.head.loss(stack.top(stack.trunk(batch, 1), batch, 1), batch.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        found.append((loss.detach(), {name: p.grad for name, p in parameters.items() if p.grad is not None}))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1].keys() == found[1][1].keys() == parameters.keys()
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in parameters)
+
+
+@needs_compiler
+def test_a_step_does_not_load_torchs_compiler(tiny: Path) -> None:
+    """It takes 70 MB, and comes with torch's own gradient checkpointing and AdamW, and with arithmetic on `meta`."""
+    result = subprocess.run([sys.executable, "-c", LOADED, str(tiny)], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
 # ---------------------------------------------------------------- trained weights and the check
 
 
@@ -211,9 +280,8 @@ def test_weights_are_read_where_they_are_used(tmp_path: Path) -> None:
     assert not parameters["a"].any()  # a damaged file reaches no weight
 
 
+@needs_compiler
 def test_the_check_of_an_export_runs_through_the_kernels(tiny: Path, tmp_path: Path, sparing: None) -> None:
-    if not (compiled.is_built() or compiled.compiler()):
-        pytest.skip("no C++ compiler")
     stack = load(tiny, lean=True)
     stack.kernels = stack.head.kernels = kernels.load()
     chosen = scheme.make(UpdateConfig(blocks=2, tensors=["q", "up"]), stack.depth, stack.arch)

@@ -191,14 +191,16 @@ def test_no_stage_outlives_its_parent_and_the_run_can_be_resumed(tmp_path: Path,
 @pytest.mark.slow
 def test_training_imports_no_more_than_it_needs(tmp_path: Path, edgeft: Edgeft) -> None:
     folder = tmp_path / "run"
-    sets = [part for s in [*QUICK[:-1], "train.steps=1"] for part in ("--set", s)]
+    more = ["train.steps=1", "how.compile=on", "how.recompute=true"]
+    sets = [part for s in [*QUICK[:-1], *more] for part in ("--set", s)]
     data = small_rows(tmp_path / "rows")
     assert edgeft("finetune", "--data", data, "--out", folder, *sets, "--until", "prepare").returncode == 0
     code = (
         "import sys; from edgeft import pipeline; from edgeft.run import Run; "
         "from edgeft.train.progress import Progress; "
         f"pipeline.do_stage(Run.open({str(folder)!r}), 'train', Progress()); "
-        "print([m for m in ('datasets', 'llama_cpp', 'peft', 'pandas', 'pyarrow', 'bitsandbytes') if m in sys.modules])"
+        "more = ('datasets', 'llama_cpp', 'peft', 'pandas', 'pyarrow', 'bitsandbytes', 'torch._dynamo', 'sympy'); "
+        "print([m for m in more if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr

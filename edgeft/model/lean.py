@@ -57,8 +57,9 @@ class Rotary(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         rope = config.rope_parameters
-        steps = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-        self.inv_freq = 1.0 / rope["rope_theta"] ** steps / rope.get("factor", 1.0)
+        with torch.device("cpu"):  # computed on `meta`, it would make torch load its compiler, which takes 70 MB
+            steps = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+            self.inv_freq = 1.0 / rope["rope_theta"] ** steps / rope.get("factor", 1.0)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions (B, T) → cosines and sines (B, T, head width), in two equal halves."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from edgeft.errors import ModelError
 from edgeft.model import attention, is_gguf
@@ -25,6 +25,7 @@ from edgeft.model.gguf import GGUF
 from edgeft.model.header import LINEARS, NORMS, check_frozen, header_values, plain_rotation
 from edgeft.model.kernels import Kernels
 from edgeft.model.packed import Packed, PackedEmbedding, PackedHead, PackedLinear
+from edgeft.model.recompute import recomputed
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Stack:
         self.arch, self.config, self.model = arch, config, model
         self.embed, self.head, self.source = embed, head, source
         self.recompute = False
+        self.frugal = False  # where no weight is trained: keep little of a block, and compute most of it again
         self.prune = True  # false: also gradients that nobody uses, to see what they cost
         self.kernels: Kernels | None = None  # None: transformers' own blocks in plain torch
         self.half = False  # products of bf16 operands from the cut on, by the kernels alone: the trunk runs only once
@@ -92,6 +94,8 @@ class Stack:
         for block in self.layers[start:stop]:
             keywords = {"attention_mask": mask, "position_embeddings": rotary, "past_key_values": cache}
             if self.recompute and torch.is_grad_enabled():
+                from torch.utils.checkpoint import checkpoint
+
                 hidden = checkpoint(block, hidden, use_reentrant=False, **keywords)
             else:
                 hidden = block(hidden, **keywords)
@@ -108,11 +112,11 @@ class Stack:
         way = Way(self.kernels, self.prune, half)
         return way, self.config, tree, (cos[0], sin[0]), torch.get_num_threads()
 
-    def _through(self, function: Callable[..., Any], *given: Any) -> Any:
+    def _through(self, function: Callable[..., Any], block: nn.Module, *streams: Pending) -> Any:
         """One block's function, whose activations are kept or computed again."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(function, *given, use_reentrant=False)
-        return function(*given)
+        if self.recompute and _goes_back(block, streams):
+            return recomputed(partial(function, block), *streams)
+        return function(block, *streams)
 
     def top(self, hidden: torch.Tensor, batch: Batch, cut: int) -> torch.Tensor:
         """From what the cut sees, (T, d), to the normed states (n, d) at which targets are predicted."""
@@ -122,7 +126,8 @@ class Stack:
                 runner = Runner(*self._running(batch.positions, batch.tree, self.half))
                 stream: Pending = (hidden, None)
                 for block in self.layers[cut:-1]:
-                    stream = self._through(runner.block, block, stream)
+                    frugal = self.frugal and not self.recompute and _goes_back(block, (stream,))
+                    stream = self._through(runner.frugal_block if frugal else runner.block, block, stream)
                 stream = runner.last_block(self.layers[-1], stream, asked.numpy())
             else:
                 splitter = SplitRunner(batch.kept, *self._running(batch.positions, batch.tree, self.half))
@@ -187,10 +192,17 @@ class Stack:
         return weight_of(self.linear(block, tensor))
 
 
+def _goes_back(block: nn.Module, streams: Sequence[Pending]) -> bool:
+    """Is a gradient of anything in this block, or below it, wanted?"""
+    given = [tensor for stream in streams for tensor in stream if tensor is not None]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, *block.parameters()))
+
+
 def weight_of(module: nn.Module) -> torch.Tensor:
     """The dense float32 weight of any linear layer that a stack can hold."""
-    if isinstance(module, PackedLinear):
-        return module.dense_weight()
+    if hasattr(module, "dense_weight"):  # packed, or trained in part
+        dense: torch.Tensor = module.dense_weight()  # type: ignore[operator]
+        return dense
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     return weight.detach().float().clone()
 

@@ -69,6 +69,7 @@ class Job:
         self.recipe, self.shape, self.load, self.machine = recipe, shape, load, machine
         self.scheme: Scheme = schemes.make(recipe.update, shape.depth, shape.arch)
         self.engine = engine or self._engine()
+        self.free_products = engine is None and recipe.how.products == "auto"
         # what `auto` comes to: the plan is for this
         compile_, products = "on" if self.engine.kernels else "off", "bf16" if self.engine.half else "fp32"
         self.recipe = dataclasses.replace(
@@ -93,6 +94,7 @@ class Job:
     def with_how(self, how: HowConfig) -> Job:
         found = copy.copy(self)
         found.recipe = dataclasses.replace(self.recipe, how=how)
+        found.engine = dataclasses.replace(self.engine, half=how.products == "bf16")
         return found
 
     def stages(self, budget_bytes: int) -> dict[str, dict[str, int]]:
@@ -133,14 +135,21 @@ def _states(asked: HowConfig, engine: Engine) -> list[str]:
     return order[order.index(asked.optimizer_state) :] if engine.kernels else [asked.optimizer_state]
 
 
-def ways(asked: HowConfig, engine: Engine) -> Iterator[HowConfig]:
+def _products(job: Job) -> list[str]:
+    """bf16 ones need code for every size of a product; where nobody asked for them, they can be left out."""
+    asked = job.recipe.how.products
+    return [asked, "fp32"] if job.free_products and asked == "bf16" else [asked]
+
+
+def ways(job: Job) -> Iterator[HowConfig]:
     """As asked first, then all that need less, in any combination."""
+    asked, engine = job.recipe.how, job.engine
     size = asked.micro_batch_tokens
     sizes = [size, *(n for n in (512, 256, 128, SMALLEST) if n < size)]
     recompute, spare = sorted({asked.recompute, True}), sorted({asked.spare_memory, True})
     orders = [asked.trunk_order] + (["blocks"] if asked.trunk_order == "rows" else [])
-    every = itertools.product(_states(asked, engine), orders, spare, recompute, sizes)
-    for state, order, give_back, again, tokens in every:
+    every = itertools.product(_products(job), _states(asked, engine), orders, spare, recompute, sizes)
+    for products, state, order, give_back, again, tokens in every:
         yield dataclasses.replace(
             asked,
             micro_batch_tokens=tokens,
@@ -148,25 +157,28 @@ def ways(asked: HowConfig, engine: Engine) -> Iterator[HowConfig]:
             trunk_order=order,
             spare_memory=give_back,
             optimizer_state=state,
+            products=products,
         )
 
 
-def frugal(asked: HowConfig, engine: Engine) -> HowConfig:
+def frugal(job: Job) -> HowConfig:
     """What needs least."""
+    asked = job.recipe.how
     return dataclasses.replace(
         asked,
         micro_batch_tokens=min(SMALLEST, asked.micro_batch_tokens),
         recompute=True,
         trunk_order="blocks",
         spare_memory=True,
-        optimizer_state=_states(asked, engine)[-1],
+        optimizer_state=_states(asked, job.engine)[-1],
+        products=_products(job)[-1],
     )
 
 
 def choose(job: Job, budget_bytes: int) -> Job | None:
     """As asked, if that fits; else the fastest way that does."""
     best: tuple[float, Job] | None = None
-    for number, way in enumerate(ways(job.recipe.how, job.engine)):
+    for number, way in enumerate(ways(job)):
         tried = job.with_how(way)
         if budget_bytes and tried.peak(budget_bytes) > budget_bytes:
             continue
@@ -263,12 +275,14 @@ def _changed(job: Job, settings: dict[str, Any]) -> Job:
     load = job.load
     if "data.max_tokens" in settings:
         load = load.cut(settings["data.max_tokens"])
-    return Job(recipe, shape, load, job.machine, job.engine)
+    found = Job(recipe, shape, load, job.machine, job.engine)
+    found.free_products = job.free_products
+    return found
 
 
 def fits(job: Job, budget_bytes: int) -> int | None:
     """The least that it needs, if that is within the budget."""
-    need = job.with_how(frugal(job.recipe.how, job.engine)).peak(budget_bytes)
+    need = job.with_how(frugal(job)).peak(budget_bytes)
     return need if need <= budget_bytes else None
 
 
@@ -309,7 +323,7 @@ def make(job: Job, budget_bytes: int, fit: bool = False) -> tuple[Job, dict[str,
 
 
 def _refusal(job: Job, budget_bytes: int, fit: bool) -> DoesNotFitError:
-    least = job.with_how(frugal(job.recipe.how, job.engine))
+    least = job.with_how(frugal(job))
     stages = least.stages(budget_bytes)
     worst = max(stages, key=lambda name: memory.peak(stages[name]))
     tried = proposals(job, budget_bytes)
@@ -347,6 +361,7 @@ def _told(asked: Job, chosen: Job, budget_bytes: int, changed: list[str]) -> dic
         "stages": {
             name: {
                 "bytes": peaks[name],
+                "resident_bytes": sum(terms.values()),  # with pages of a file that give way
                 "terms": terms,
                 "seconds": round(took.get(name, 0.0), 2) if machine.timed else None,
             }
@@ -374,7 +389,7 @@ def _told(asked: Job, chosen: Job, budget_bytes: int, changed: list[str]) -> dic
             "tree_tokens": load.train_tree_tokens,
             "sampled": load.sampled,
         },
-        "asked": dataclasses.asdict(asked.recipe.how),
+        "asked": dataclasses.asdict(dataclasses.replace(asked.recipe.how, products=how.products)),
     }
 
 

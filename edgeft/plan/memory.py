@@ -26,6 +26,8 @@ TERMS = (
     *("libraries", "packed frozen weights", "trained weights", "gradients", "optimiser state", "saved activations"),
     *("boundary states", "logits chunk", "unpack scratch", "data"),
 )
+# Pages of a file that llama.cpp has mapped: they are in memory while there is room, and no run needs more for them.
+GIVES_WAY = "mapped file"
 
 # What a process holds before it has read a weight or a row, measured with torch 2.13 on x86-64.
 PYTHON_BYTES = 95 * MIB  # Python, numpy, gguf, llama.cpp's library and its tokenizer: the stages without torch
@@ -66,11 +68,12 @@ def stages(
     }
     if scheme.cut == 0 or recipe.how.trunk == "rerun":
         del found["trunk"]
-    return {stage: {term: int(terms.get(term, 0)) for term in TERMS} for stage, terms in found.items()}
+    return {stage: {term: int(terms.get(term, 0)) for term in (*TERMS, GIVES_WAY)} for stage, terms in found.items()}
 
 
 def peak(terms: dict[str, int]) -> int:
-    return sum(terms.values())
+    """What a stage must have; its resident memory may be larger by what gives way."""
+    return sum(size for term, size in terms.items() if term != GIVES_WAY)
 
 
 # ---------------------------------------------------------------- pieces
@@ -209,17 +212,15 @@ def _export(
     """The trainer's model is there, first to say what it holds for likely, then beside llama.cpp with the new file."""
     tokens = min(BATCH_TOKENS, VERIFY_ROWS * load.longest)
     rows = min(TARGETS, max(1, load.answer_tokens))
-    dense = _weights(shape, scheme, _spare(recipe.how), load, range(0))
-    file, buffers = _llama(shape, exported_bytes, load.longest + 1, 0, budget_bytes)
-    forward = _forward(shape, tokens)
     return {
         "libraries": libraries(shape, scheme, engine) - (HALF_BYTES if engine.half else 0),
-        "packed frozen weights": dense + (file if file + buffers > forward else 0),
+        "packed frozen weights": _weights(shape, scheme, _spare(recipe.how), load, range(0)),
         "trained weights": 4 * trained_parameters(shape, scheme),
-        "saved activations": buffers if file + buffers > forward else forward,
+        "saved activations": max(_forward(shape, tokens), _llama(shape, load.longest + 1, 0, budget_bytes)),
         "logits chunk": 2 * 4 * rows * shape.vocabulary + 3 * 8 * 4 * shape.vocabulary,
         "unpack scratch": _scratch(shape, scheme, engine, trunk=True),
         "data": _data(load, texts=True) + min(SPOOL_BYTES, exported_bytes),
+        GIVES_WAY: exported_bytes,
     }
 
 
@@ -228,25 +229,24 @@ def _eval(shape: Shape, recipe: Recipe, load: Load, model_bytes: int, budget_byt
     rows = min(recipe.eval.rows, load.heldout_rows)
     row = load.longest + recipe.eval.max_new_tokens
     wide = 2 * (shape.depth * shape.block_parameters + shape.vocabulary * shape.width)
-    if recipe.eval.unpack and shape.slow_types and (not budget_bytes or wide <= MEMORY_SHARE * budget_bytes):
-        model_bytes = wide
-    file, buffers = _llama(shape, model_bytes, row, min(CELLS, rows * row), budget_bytes)
+    copied = recipe.eval.unpack and shape.slow_types and (not budget_bytes or wide <= MEMORY_SHARE * budget_bytes)
     return {
         "libraries": PYTHON_BYTES,
-        "packed frozen weights": file,
-        "saved activations": buffers,
+        "packed frozen weights": wide if copied else 0,
+        "saved activations": _llama(shape, row, min(CELLS, rows * row), budget_bytes),
         "data": _data(load, texts=True),
+        GIVES_WAY: 0 if copied else model_bytes,
     }
 
 
-def _llama(shape: Shape, file_bytes: int, needed: int, wished: int, budget_bytes: int) -> tuple[int, int]:
-    """(a model's file as llama.cpp holds it, its keys and values and the buffers of a pass)."""
+def _llama(shape: Shape, needed: int, wished: int, budget_bytes: int) -> int:
+    """llama.cpp's keys and values, and the buffers of one of its passes."""
     room = budget_bytes or 1 << 60
     cell = 2 * 4 * shape.key * shape.depth
     cells = max(needed, min(wished, min(CACHE_BYTES, int(CACHE_SHARE * room)) // cell))
     cells += -cells % 256
     compute = 4 * BATCH * (3 * shape.width + 2 * shape.ffn + shape.query)
-    return file_bytes, cells * cell + compute + 2 * 4 * OUTPUTS * shape.vocabulary
+    return cells * cell + compute + 2 * 4 * OUTPUTS * shape.vocabulary
 
 
 def _spare(how: HowConfig) -> HowConfig:

@@ -64,9 +64,9 @@ def of_profile(profile: Device) -> Rates | None:
 
 def of_this_machine(threads: int) -> Rates:
     """As doctor has measured it; before that, a short trial with numpy."""
-    key = device.gemm_key(device.cpu_name(), threads or device.cores())
-    known = device.read_gemm_cache()
-    moved = known.get(f"{key} | bytes", {})
+    cpu, count = device.cpu_name(), threads or device.cores()
+    key, known = device.gemm_key(cpu, count), device.read_gemm_cache()
+    moved = known.get(device.bytes_key(cpu, count), {})
     write = moved.get("write", WRITE_BYTES / 1e9) * 1e9
     if key in known and "fp32" in known[key]:
         fp32, bf16 = (known[key].get(name, 0.0) * 1e9 for name in ("fp32", "bf16"))

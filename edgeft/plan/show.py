@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from edgeft.plan.memory import TERMS
+from edgeft.plan.memory import GIVES_WAY, TERMS
 from edgeft.report.words import count, duration, size
 
 COLOURS = ("white", "blue", "green", "yellow", "magenta", "red", "cyan", "bright_black", "bright_blue", "bright_green")
@@ -37,6 +37,9 @@ def _table(plan: dict[str, Any]) -> Table:
     table.add_section()
     totals = [(size(stage["bytes"]), name == plan["peak_stage"]) for name, stage in stages.items()]
     table.add_row(Text("in all", style="bold"), *(Text(told, style="bold" if most else "") for told, most in totals))
+    table.add_row(
+        f"{GIVES_WAY}, gives way", *(size(n) if (n := s["terms"][GIVES_WAY]) else "" for s in stages.values())
+    )
     if plan["seconds"] is not None:
         table.add_row("time", *(duration(stage["seconds"]) for stage in stages.values()))
     return table

@@ -1,0 +1,61 @@
+"""Blocks whose activations are computed again in the backward pass: only their inputs are kept.
+
+What torch.utils.checkpoint does, without the compiler and the algebra that torch loads for it, 70 MB and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Stream = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class _Given(torch.autograd.Function):
+    """A number from which these gradients go back. Handed to torch.autograd.backward, they make it load sympy."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, *ctx.gradients
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, function: Callable[..., Any], *given: torch.Tensor | None) -> Any:
+        ctx.function = function
+        ctx.save_for_backward(*given)
+        ctx.set_materialize_grads(False)
+        return function(*given)  # without autograd, as always in a forward
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        given = [
+            None if tensor is None else tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+        ]
+        with torch.enable_grad():
+            made = ctx.function(*given)
+            wanted = [(one, grad) for one, grad in zip(made, grads, strict=True) if grad is not None]
+            start = _Given.apply([grad for _, grad in wanted], *(one for one, _ in wanted))
+        start.backward()
+        return None, None, *(None if tensor is None else tensor.grad for tensor in given)
+
+
+def recomputed(function: Callable[..., Any], *streams: Stream) -> Any:
+    """What the function makes of one stream, or of several a tuple of as many."""
+
+    def flat(*parts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        made = function(*zip(parts[::2], parts[1::2], strict=True))
+        return tuple(made) if len(streams) == 1 else tuple(part for stream in made for part in stream)
+
+    # the first block's input wants no gradient, and autograd would not look into it for what is trained there
+    anchor = torch.empty(0, requires_grad=True)
+    made = _Again.apply(anchor, flat, *(part for stream in streams for part in stream))
+    return made if len(streams) == 1 else tuple(zip(made[::2], made[1::2], strict=True))
