@@ -241,7 +241,8 @@ def find_scheme(
     output: Annotated[Path, typer.Option("--output", "-o", help="The recipe to write.")] = Path("my-recipe.yaml"),
     memory: MemoryOption = None,
     time: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Time for training: 30min. [default: no limit]")
+        str | None,
+        typer.Option(metavar="TIME", help="Time for training: 30min. [default: what the recipe's own scheme takes]"),
     ] = None,
     measure: Annotated[
         str | None,
@@ -556,7 +557,9 @@ def show_cache(
     from edgeft import cache
 
     root = cache.trunks()
-    freed, kept = cache.clear(root) if clear and root else (0, 0)
+    roots = [folder for folder in (root, cache.searches()) if folder] if clear else []
+    cleared_all = [cache.clear(folder) for folder in roots]  # what searches found out goes, too
+    freed, kept = (sum(counts) for counts in zip(*cleared_all, strict=True)) if roots else (0, 0)
     rows = cache.listing(root) if root else []
     if as_json:
         cleared = {"freed_bytes": freed} if clear else {}

@@ -54,7 +54,7 @@ Floats = npt.NDArray[np.float64]
 @dataclass(frozen=True)
 class Budget:
     memory_bytes: float
-    time_s: float = math.inf  # of training
+    time_s: float = math.inf  # of trunk and training; infinite: what the recipe's own scheme takes
     measure_s: float = 0.0  # of trials; 0: first order alone
 
     @staticmethod
@@ -164,12 +164,12 @@ def pose(
     progress: Progress,
     profile: Device | None = None,
     again: bool = False,
-    like: UpdateConfig | None = None,
+    within: bool = False,
 ) -> Posed:
     """Contributions and costs.
 
     profile: of the machine that will train, if it is another. again: contributions that are kept do not count.
-    like: it may also cost no more than this would.
+    within: it may not take more memory than the recipe's own scheme, either.
     """
     from edgeft.sparse import contribution
 
@@ -188,13 +188,12 @@ def pose(
             entry.note_file.unlink(missing_ok=True)
         worker = _Worker(recipe, source, shape, sample, entry, progress)
         costs = worker.costs(train, heldout, profile)
-        if like is not None:
-            most = costs.of(schemes.make(like, shape.depth, arch), recipe.how, budget.memory_bytes)
-            budget = dataclasses.replace(
-                budget,
-                memory_bytes=min(budget.memory_bytes, float(most[0])),
-                time_s=min(budget.time_s, float(most[1])),
-            )
+        own = costs.of(schemes.make(recipe.update, shape.depth, arch), recipe.how, budget.memory_bytes)
+        budget = dataclasses.replace(
+            budget,
+            memory_bytes=min(budget.memory_bytes, float(own[0]) if within else math.inf),
+            time_s=budget.time_s if math.isfinite(budget.time_s) else float(own[1]),
+        )
         _refuse(costs, budget)
         problem = costs.problem(np.array([budget.memory_bytes, budget.time_s]))
         first = worker.first_order()
@@ -576,12 +575,11 @@ def ranges(blocks: Sequence[int]) -> list[Any]:
 def settle(run: Run, budget_bytes: int, progress: Progress) -> None:
     """Finds what the run trains by the first order alone, and writes it into the run's recipe.
 
-    It may cost what the shipped rule would, blocks `10%-67%`, and no more than the device has.
+    It may cost as much as blocks `10%-67%` would, and no more than the device has.
     """
     rows, heldout = data_tokens.load(run.tokens, texts=False)
-    like = dataclasses.replace(run.recipe.update, blocks=UpdateConfig().blocks)
     budget, seed = Budget(budget_bytes or math.inf), run.recipe.train.seed
-    found = find(pose(run.recipe, rows, heldout, budget, seed, progress, like=like), seed, compare=False)
+    found = find(pose(run.recipe, rows, heldout, budget, seed, progress, within=True), seed, compare=False)
     run.recipe.update.parts = [config.build(PartConfig, part) for part in found["parts"]]
     run.write_json(run.path / "search.json", found)
     run.write_recipe()

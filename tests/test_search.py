@@ -228,7 +228,7 @@ def find(recipe: config.Recipe, budget: search.Budget, **more: Any) -> dict[str,
 @pytest.fixture(scope="module")
 def need(tiny: Path, data: Path) -> tuple[float, float]:
     """(bytes, seconds) of training everything."""
-    found = find(recipe_for(tiny, data), search.Budget(math.inf))
+    found = find(recipe_for(tiny, data), search.Budget(math.inf, 1e9))
     assert all(share == 1 for row in found["shares"] for share in row)
     assert found["gain_share"] == pytest.approx(1.0)
     return found["peak_bytes"], found["seconds"]
@@ -236,7 +236,7 @@ def need(tiny: Path, data: Path) -> tuple[float, float]:
 
 def test_found_within_both_budgets(tiny: Path, data: Path, need: tuple[float, float]) -> None:
     recipe = recipe_for(tiny, data)
-    free = search.Budget(math.inf, measure_s=1e6)
+    free = search.Budget(math.inf, 1e9, 1e6)
     found = find(recipe, free)
     assert found["rank_correlation"] is not None
     assert len(found["measured"]) == 4 * 7 + 2
@@ -255,14 +255,14 @@ def test_found_within_both_budgets(tiny: Path, data: Path, need: tuple[float, fl
 def test_too_little_is_refused_with_the_smallest_need(tiny: Path, data: Path, need: tuple[float, float]) -> None:
     recipe = recipe_for(tiny, data)
     with pytest.raises(DoesNotFitError, match="the least that can be trained needs") as caught:
-        find(recipe, search.Budget(1 << 20))
+        find(recipe, search.Budget(1 << 20, 1e9))
     least = config.parse_size(caught.value.hint.split()[1].rstrip(","))
-    assert find(recipe, search.Budget(least))["peak_bytes"] <= least
+    assert find(recipe, search.Budget(least, 1e9))["peak_bytes"] <= least
     with pytest.raises(DoesNotFitError, match="takes") as caught:
         find(recipe, search.Budget(math.inf, 1e-9))
     assert "--time" in caught.value.hint
     with pytest.raises(ConfigError, match=r"update\.method: sparse"):
-        find(recipe_for(tiny, data, "update.method=lora"), search.Budget(math.inf))
+        find(recipe_for(tiny, data, "update.method=lora"), search.Budget(math.inf, 1e9))
 
 
 COMMAND = ["search", "--set", "train.epochs=1", "--set", "train.batch_rows=4", "--set", "how.threads=1"]

@@ -111,7 +111,8 @@ def found(problem: Problem, schemes: Schemes, row: int, evaluations: int) -> Fou
     one = schemes.take(np.array([row]))
     gains, costs = score(problem, one)
     level, biased = one.expressed()
-    return Found(level[0], int(biased[0].sum()), int(one.way[0]), float(gains[0]), *map(float, costs[0]), evaluations)
+    bytes_, seconds = map(float, costs[0])
+    return Found(level[0], int(biased[0].sum()), int(one.way[0]), float(gains[0]), bytes_, seconds, evaluations)
 
 
 # ---------------------------------------------------------------- schemes at random, and within the budget
