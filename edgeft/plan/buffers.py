@@ -87,27 +87,24 @@ class _Top:
         """x itself, or in bf16 a copy of it."""
         return self.pool.take(padded(rows), 2 * width) if self.half else x
 
-    def product(self, rows: int, width: int) -> Buffer:
-        """What a product gives, in float32."""
-        if not self.half:
-            return self.full(rows, width)
-        small = self.pool.take(padded(rows), 2 * width)
-        found = self.full(rows, width)
-        self.pool.free(small)
+    def products(self, *sizes: tuple[int, int]) -> list[Buffer]:
+        """What products over one input give, (rows, width) each, in float32."""
+        small = [self.pool.take(padded(rows), 2 * width) for rows, width in sizes] if self.half else []
+        found = [self.full(rows, width) for rows, width in sizes]
+        self.pool.free(*small)
         return found
 
+    def product(self, rows: int, width: int) -> Buffer:
+        return self.products((rows, width))[0]
+
     def keeps(self, block: int, tensors: Sequence[str], given: Buffer, rows: int, width: int) -> list[Buffer]:
-        """What of the input of these layers is kept: all of it, or the channels that are trained."""
-        shares = [self.scheme.share(block, tensor) for tensor in tensors]
-        if self.scheme.method == "lora" and any(shares):
+        """What of the input of these layers is kept: all of it, or what the gradients of each read."""
+        scheme = self.scheme
+        shares = [share for tensor in tensors if (share := scheme.share(block, tensor))]
+        widths = [scheme.rank if scheme.method == "tinytl" else channel_count(share, width) for share in shares]
+        if sum(widths) >= width or (scheme.method == "lora" and shares):
             return [given]
-        if any(share >= 1 for share in shares):
-            return [given]
-        return [
-            self.pool.take(padded(rows) if self.half else rows, self.each * channel_count(share, width))
-            for share in shares
-            if share
-        ]
+        return [self.pool.take(padded(rows) if self.half else rows, self.each * few) for few in widths]
 
     def release(self, given: Buffer, x: Buffer, kept: Sequence[Buffer]) -> None:
         """An input that nobody keeps is free, and so is what it was copied from."""
@@ -119,18 +116,18 @@ class _Top:
         self, block: int, stream: Stream, rows: int, asked: int, hold: bool = False
     ) -> tuple[_Saved, tuple[Buffer, Buffer]]:
         """hold: what the block is given stays, so that it can be run again."""
-        shape, pool = self.shape, self.pool
+        shape, pool, scheme = self.shape, self.pool, self.scheme
         saved = _Saved(rows, asked)
         x, more = stream
         total = self.full(rows, shape.width) if more is not None else x
         h = self.full(rows, shape.width)
         given = self.operand(h, rows, shape.width)
         saved.qkv_inputs = self.keeps(block, "qkv", given, rows, shape.width)
-        widths = ((asked, shape.query), (rows, shape.key), (rows, shape.key))
-        saved.qkv = [self.product(count, width) for count, width in widths]
+        saved.qkv = self.products((asked, shape.query), (rows, shape.key), (rows, shape.key))
         mixed = self.full(asked, shape.query)
         o_given = self.operand(mixed, asked, shape.query)
-        saved.o_inputs = self.keeps(block, ("o",), o_given, asked, shape.query)
+        if self.half or scheme.method == "lora":  # in float32 it is kept by the attention anyway
+            saved.o_inputs = self.keeps(block, ("o",), o_given, asked, shape.query)
         out = self.product(asked, shape.width)
         if o_given is not mixed and o_given not in saved.o_inputs:
             pool.free(o_given)
@@ -161,7 +158,8 @@ class _Top:
 
         dy = operand(grad, asked, shape.width)
         dact = pool.take(count, self.each * shape.ffn)
-        act = pool.take(count, self.each * shape.ffn) if scheme.share(block, "down") else None
+        down = scheme.share(block, "down") and scheme.method not in ("lora", "tinytl")
+        act = pool.take(count, self.each * shape.ffn) if down or scheme.method == "lora" else None
         pool.free(dact, act)
         dx = self.product(asked, shape.width)
         if self.half:  # up's part is made before it is added
@@ -190,6 +188,75 @@ class _Top:
         pool.free(saved.norms[0], dh, grad2)
         return below
 
+    # ------------------------------------------------ where no weight is trained
+
+    def frugal_forward(self, block: int, stream: Stream, rows: int) -> tuple[_Saved, tuple[Buffer, Buffer]]:
+        shape, pool = self.shape, self.pool
+        x, more = stream
+        total = self.full(rows, shape.width) if more is not None else x
+        mixed = self.mixed(rows)[-1]
+        o_given = self.operand(mixed, rows, shape.query)
+        kept = self.keeps(block, ("o",), o_given, rows, shape.query) if self.scheme.share(block, "o") else []
+        out = self.product(rows, shape.width)
+        pool.free(o_given, mixed)
+        second = self.full(rows, shape.width)
+        pool.free(out)
+        act = self.activated(rows)[-1]
+        given = self.operand(act, rows, shape.ffn)
+        kept += self.keeps(block, ("down",), given, rows, shape.ffn) if self.scheme.share(block, "down") else []
+        added = self.product(rows, shape.width)
+        pool.free(given, act, more)
+        return _Saved(rows, rows, norms=[total, second], ffn_inputs=kept), (second, added)
+
+    def mixed(self, rows: int, keep: bool = False) -> list[Buffer]:
+        """Up to what o reads; keep: with all that the way back needs."""
+        shape = self.shape
+        h = self.full(rows, shape.width)
+        given = self.operand(h, rows, shape.width)
+        found = self.products((rows, shape.query), (rows, shape.key), (rows, shape.key))
+        found.append(self.full(rows, shape.query))
+        self.pool.free(given, h, *([] if keep else found[:-1]))
+        return found
+
+    def activated(self, rows: int, keep: bool = False) -> list[Buffer]:
+        """Up to what down reads."""
+        shape = self.shape
+        h = self.full(rows, shape.width)
+        given = self.operand(h, rows, shape.width)
+        found = [*self.products((rows, shape.ffn), (rows, shape.ffn)), self.full(rows, shape.ffn)]
+        self.pool.free(given, h, *([] if keep else found[:-1]))
+        return found
+
+    def frugal_backward(self, block: int, saved: _Saved, grad: Buffer) -> Buffer | None:
+        shape, pool, rows = self.shape, self.pool, saved.rows
+
+        def back(gradients: Sequence[tuple[Buffer | None, int]], width: int) -> Buffer | None:
+            """Through linears: the gradient of what they read."""
+            found = None
+            for number, (buffer, inner) in enumerate(gradients):
+                dy = self.pool.take(padded(rows), 2 * inner) if self.half else None
+                if number == 0:
+                    found = self.product(rows, width)
+                elif self.half:
+                    pool.free(pool.take(padded(rows), 2 * width))
+                pool.free(dy, buffer)
+            return found
+
+        dact = back([(None, shape.width)], shape.ffn)
+        made = self.activated(rows, keep=True)
+        dh = back([(None, shape.ffn), (None, shape.ffn)], shape.width)  # of copies of gate and up
+        dx = self.full(rows, shape.width)
+        pool.free(dact, dh, dx, *made, saved.norms[1], *saved.ffn_inputs)
+        dmixed = back([(None, shape.width)], shape.query)
+        made = self.mixed(rows, keep=True)
+        dq = self.full(rows, shape.query)
+        parts = [self.full(rows, shape.key) for _ in range(2 * self.threads)]
+        pool.free(*parts[1 : self.threads], *parts[self.threads + 1 :], dmixed, *made)
+        dh = back([(dq, shape.query), (parts[0], shape.key), (parts[self.threads], shape.key)], shape.width)
+        below = self.full(rows, shape.width) if block > self.scheme.cut else None
+        pool.free(dh, saved.norms[0], grad)
+        return below
+
 
 def _forget(pool: Buffers, saved: _Saved) -> None:
     pool.free(*saved.norms, *saved.qkv_inputs, *saved.qkv, *saved.mixed, *saved.o_inputs)
@@ -200,6 +267,7 @@ def top_bytes(
     shape: Shape, scheme: Scheme, tokens: int, asked: int, half: bool, recompute: bool, threads: int
 ) -> tuple[int, int]:
     """(bytes of the pool after the largest pass, bytes beside it that come from malloc)."""
+    frugal = not recompute and (scheme.method == "tinytl" or not scheme.shares)
     top = _Top(shape, scheme, half, threads)
     pool, last = top.pool, shape.depth - 1
     stream: Stream = (Buffer(0), None)  # the boundary states are no buffer of the pool
@@ -208,7 +276,10 @@ def top_bytes(
     for block in range(scheme.cut, shape.depth):
         again = recompute and block < last
         given[block] = stream
-        kept[block], after = top.forward(block, stream, tokens, asked if block == last else tokens, hold=again)
+        if frugal and block < last:
+            kept[block], after = top.frugal_forward(block, stream, tokens)
+        else:
+            kept[block], after = top.forward(block, stream, tokens, asked if block == last else tokens, hold=again)
         if again:
             _forget(pool, kept[block])
             after[0].used = True  # the next block's
@@ -220,12 +291,14 @@ def top_bytes(
             kept[block], (_, added) = top.forward(block, given[block], tokens, tokens, hold=True)
             pool.free(added)
         assert grad is not None  # it ends at the cut
-        grad = top.backward(block, kept[block], grad)
+        back = top.frugal_backward if frugal and block < last else top.backward
+        grad = back(block, kept[block], grad)
         if recompute and block < last:
             pool.free(*given[block])
     heads = shape.query // shape.head
     blocks = shape.depth - scheme.cut
-    sums = 4 * tokens * (heads + 2) * (2 if recompute else blocks)  # of softmax, and each norm's scale
+    sums = 4 * tokens * (heads + 2) * (2 if recompute or frugal else blocks)  # of softmax, and each norm's scale
+    sums += 2 * 4 * shape.ffn * tokens if frugal else 0  # copies of gate and up
     # the last block's rows that ask, and the gradients of all rows made from theirs
     picked = 2 * 4 * shape.width * (tokens + asked)
     return pool.bytes, sums + picked

@@ -27,6 +27,7 @@ from edgeft.sparse.scheme import Scheme
 from edgeft.work import step_flops
 
 SMALLEST = 64  # tokens of a micro-batch, below which products are too thin to be worth it
+SLACK = 0.03  # of the budget is left free: a plan may be off by so much
 LANES = 16  # of the widest vectors: heads are whole ones
 ATTENTION = ("q", "k", "v", "o")
 
@@ -129,10 +130,13 @@ def exported_bytes(shape: Shape, scheme: Scheme, type_name: str) -> int:
 # ---------------------------------------------------------------- how
 
 
-def _states(asked: HowConfig, engine: Engine) -> list[str]:
-    """Precisions of AdamW's moments, from the one that was asked for down; without the kernels, that one alone."""
-    order = list(STATE_BYTES)
-    return order[order.index(asked.optimizer_state) :] if engine.kernels else [asked.optimizer_state]
+def _states(job: Job) -> list[str]:
+    """Precisions of AdamW's moments, from the one that was asked for down, where there is code for others."""
+    asked, order = job.recipe.how.optimizer_state, list(STATE_BYTES)
+    if not job.engine.kernels or job.recipe.train.optimizer != "adamw":
+        return [asked]
+    qas = job.recipe.update.method == "qas"  # whose moments are never bf16
+    return [state for state in order[order.index(asked) :] if not (qas and state == "bf16")]
 
 
 def _products(job: Job) -> list[str]:
@@ -143,12 +147,12 @@ def _products(job: Job) -> list[str]:
 
 def ways(job: Job) -> Iterator[HowConfig]:
     """As asked first, then all that need less, in any combination."""
-    asked, engine = job.recipe.how, job.engine
+    asked = job.recipe.how
     size = asked.micro_batch_tokens
     sizes = [size, *(n for n in (512, 256, 128, SMALLEST) if n < size)]
     recompute, spare = sorted({asked.recompute, True}), sorted({asked.spare_memory, True})
     orders = [asked.trunk_order] + (["blocks"] if asked.trunk_order == "rows" else [])
-    every = itertools.product(_products(job), _states(asked, engine), orders, spare, recompute, sizes)
+    every = itertools.product(_products(job), _states(job), orders, spare, recompute, sizes)
     for products, state, order, give_back, again, tokens in every:
         yield dataclasses.replace(
             asked,
@@ -170,7 +174,7 @@ def frugal(job: Job) -> HowConfig:
         recompute=True,
         trunk_order="blocks",
         spare_memory=True,
-        optimizer_state=_states(asked, job.engine)[-1],
+        optimizer_state=_states(job)[-1],
         products=_products(job)[-1],
     )
 
@@ -180,7 +184,7 @@ def choose(job: Job, budget_bytes: int) -> Job | None:
     best: tuple[float, Job] | None = None
     for number, way in enumerate(ways(job)):
         tried = job.with_how(way)
-        if budget_bytes and tried.peak(budget_bytes) > budget_bytes:
+        if budget_bytes and tried.peak(budget_bytes) > (1 - SLACK) * budget_bytes:
             continue
         if number == 0:
             return tried
@@ -247,7 +251,7 @@ def smaller(job: Job) -> Iterator[Change]:
         axes["update.blocks"] = _block_options(job.scheme)
         if update.weights:  # biases and norms are few: fewer tensors would save nothing
             axes["update.tensors"] = _tensor_options(update.tensors)
-        if update.method == "lora":
+        if update.method in ("lora", "tinytl"):
             axes["update.rank"] = [rank for rank in (8, 4, 2) if rank < update.rank]
         elif update.weights:
             axes["update.channels"] = [share for share in CHANNELS if share < update.channels]
@@ -283,7 +287,7 @@ def _changed(job: Job, settings: dict[str, Any]) -> Job:
 def fits(job: Job, budget_bytes: int) -> int | None:
     """The least that it needs, if that is within the budget."""
     need = job.with_how(frugal(job)).peak(budget_bytes)
-    return need if need <= budget_bytes else None
+    return need if need <= (1 - SLACK) * budget_bytes else None
 
 
 def proposals(job: Job, budget_bytes: int) -> list[str]:
@@ -406,7 +410,7 @@ def disk_bytes(job: Job) -> dict[str, int]:
     how, trained = job.recipe.how, trained_parameters(job.shape, job.scheme)
     cache, between = memory.boundary_bytes(job.shape, job.recipe, job.load)
     cached = job.scheme.cut > 0 and how.trunk == "cache"
-    state = STATE_BYTES[how.optimizer_state]
+    state = memory.state_bytes(job.recipe)
     return {
         "trunk cache": cache if cached else 0,
         "trunk, while it is made": between if cached and job.scheme.cut > 1 else 0,

@@ -61,7 +61,7 @@ def stages(
     """Bytes by stage and term, at the peak of each."""
     found = {
         "prepare": _prepare(load),
-        "trunk": _trunk(shape, scheme, recipe.how, load, engine),
+        "trunk": _trunk(shape, scheme, recipe, load, engine),
         "train": _train(shape, scheme, recipe, load, engine),
         "export": _export(shape, scheme, recipe, load, engine, exported_bytes, budget_bytes),
         "eval": _eval(shape, recipe, load, max(exported_bytes, shape.file_bytes), budget_bytes),
@@ -69,6 +69,22 @@ def stages(
     if scheme.cut == 0 or recipe.how.trunk == "rerun":
         del found["trunk"]
     return {stage: {term: int(terms.get(term, 0)) for term in (*TERMS, GIVES_WAY)} for stage, terms in found.items()}
+
+
+def weight_bytes(recipe: Recipe) -> int:
+    """Of a trained number: float32, or of int8 weights what is kept of them."""
+    update = recipe.update
+    if update.method != "qas":
+        return 4
+    return {"carry": 2, "none": 4}.get(update.rounding, 1)
+
+
+def state_bytes(recipe: Recipe) -> float:
+    """Of a trained number, that the optimiser keeps."""
+    if recipe.train.optimizer == "adamw":
+        return STATE_BYTES[recipe.how.optimizer_state]
+    moment = 1 if recipe.update.method == "qas" and recipe.how.optimizer_state == "8bit" else 4
+    return moment if recipe.train.momentum else 0
 
 
 def peak(terms: dict[str, int]) -> int:
@@ -108,8 +124,9 @@ def _weights(shape: Shape, scheme: Scheme, how: HowConfig, load: Load, running: 
     if not shape.mapped:
         return shape.file_bytes
     if shape.dense:  # every linear was read once, and nobody lets go of its pages
-        trained = sum(scheme.share(b, t) >= 1 and scheme.method != "lora" for b in scheme.blocks for t in TENSORS)
-        dense = 4 * (shape.depth * shape.block_parameters - trained)
+        whole = [t for b in scheme.blocks for t in TENSORS if scheme.share(b, t) >= 1 and scheme.method == "sparse"]
+        replaced = sum(rows * cols for rows, cols in map(shape.linear, whole))  # by the trained weights
+        dense = 4 * (shape.depth * shape.block_parameters - replaced)
         return dense + (0 if how.spare_memory else sum(map(sum, shape.blocks))) + _tables(shape, load, how)
     if how.spare_memory:
         return _largest_packed(shape) + _tables(shape, load, how)
@@ -151,13 +168,14 @@ def _prepare(load: Load) -> dict[str, float]:
     return {"libraries": PYTHON_BYTES, "data": _data(load, texts=True)}
 
 
-def _trunk(shape: Shape, scheme: Scheme, how: HowConfig, load: Load, engine: Engine) -> dict[str, float]:
+def _trunk(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine) -> dict[str, float]:
+    how = recipe.how
     tokens = max((one.tokens for one in load.trunk(how.micro_batch_tokens)), default=load.longest)
     running = range(1) if how.trunk_order == "blocks" else range(scheme.cut)
     return {
         "libraries": libraries(shape, scheme, engine) - (HALF_BYTES if engine.half else 0),  # its products are float32
         "packed frozen weights": _weights(shape, scheme, how, load, running),
-        "trained weights": 4 * trained_parameters(shape, scheme),
+        "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
         "saved activations": _forward(shape, tokens),
         "boundary states": tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
         "unpack scratch": _scratch(shape, scheme, engine, trunk=True),
@@ -170,6 +188,8 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
     widest = load.widest(how.micro_batch_tokens)
     sizes = trained_tensors(shape, scheme)
     trained, largest = sum(sizes), max(sizes)
+    turns = recipe.update.cycle_blocks  # gradients and moments of these alone
+    active = trained * min(1.0, turns / len(scheme.blocks)) if turns else trained
     rows = LOGITS_BYTES // (4 * shape.vocabulary) or 1
     scratch = _scratch(shape, scheme, engine, trunk=scheme.cut > 0)
     if engine.half:  # a trained weight as a product reads it, or a gradient as a product gives it
@@ -177,9 +197,9 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
     return {
         "libraries": libraries(shape, scheme, engine),
         "packed frozen weights": _weights(shape, scheme, how, load, range(scheme.cut, shape.depth)),
-        "trained weights": 4 * trained,
-        "gradients": 4 * (largest if how.step_in_place else trained),
-        "optimiser state": STATE_BYTES[how.optimizer_state] * trained,
+        "trained weights": weight_bytes(recipe) * trained,
+        "gradients": 4 * (largest if how.step_in_place else active),
+        "optimiser state": state_bytes(recipe) * active,
         "saved activations": activations(shape, scheme, recipe, widest.tokens, widest.asked, engine),
         "boundary states": widest.tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
         "logits chunk": 4 * shape.vocabulary * min(rows, widest.targets) + 3 * 4 * widest.targets * shape.width,
@@ -215,7 +235,7 @@ def _export(
     return {
         "libraries": libraries(shape, scheme, engine) - (HALF_BYTES if engine.half else 0),
         "packed frozen weights": _weights(shape, scheme, _spare(recipe.how), load, range(0)),
-        "trained weights": 4 * trained_parameters(shape, scheme),
+        "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
         "saved activations": max(_forward(shape, tokens), _llama(shape, load.longest + 1, 0, budget_bytes)),
         "logits chunk": 2 * 4 * rows * shape.vocabulary + 3 * 8 * 4 * shape.vocabulary,
         "unpack scratch": _scratch(shape, scheme, engine, trunk=True),

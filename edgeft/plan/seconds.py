@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from edgeft import device
 from edgeft.config import Device, Recipe
 from edgeft.model import LOGITS_BYTES, compiled
-from edgeft.plan.memory import VERIFY_ROWS, Engine
+from edgeft.plan.memory import VERIFY_ROWS, Engine, state_bytes
 from edgeft.plan.rows import Load, Pass, total
-from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters
+from edgeft.plan.shape import Shape, trained_parameters
 from edgeft.sparse.scheme import Scheme
 from edgeft.work import ATTENTION_BACK, step_flops
 
@@ -184,7 +184,8 @@ class Clock:
         return seconds + self._add("disk", written / self.rates.write)
 
     def _train_stage(self) -> float:
-        load, how, train = self.load, self.recipe.how, self.recipe.train
+        load, recipe = self.load, self.recipe
+        how, train = recipe.how, recipe.train
         steps = load.passes(how.micro_batch_tokens)
         before = dict(self.parts)
         every = [one for step in steps for one in step]
@@ -198,7 +199,7 @@ class Clock:
         found += self._add("optimiser", load.steps * self.trained * ADAM_BYTES / self.rates.copy)
         validations = (1 + min(train.validations, load.steps)) * load.held_scale
         found += validations * self.top(load.validation(how.micro_batch_tokens), False)
-        state = STATE_BYTES[how.optimizer_state]
+        state = state_bytes(recipe)
         # the first, the last, and the best after about half of the validations
         written = self.trained * (4 + (4 + state) + 4 * max(1, train.validations // 2))
         found += self._add("disk", written / self.rates.write)

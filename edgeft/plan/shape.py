@@ -147,6 +147,8 @@ def trained_tensors(shape: Shape, scheme: Scheme) -> list[int]:
             share = scheme.share(block, tensor)
             if share and scheme.method == "lora":
                 sizes += [scheme.rank * cols, scheme.rank * rows]
+            elif share and scheme.method == "tinytl":  # of a lite branch, B alone
+                sizes.append(scheme.rank * rows)
             elif share:
                 sizes.append(rows * channel_count(share, cols))
             if scheme.biased(block, tensor):
