@@ -15,13 +15,15 @@ import numpy.typing as npt
 from edgeft.config import TENSORS, HowConfig, Recipe
 from edgeft.data.tokens import Encoded
 from edgeft.model.header import BIASES
-from edgeft.plan import STATE_BYTES, Shape, fit
-from edgeft.plan.memory import Engine
+from edgeft.plan import Shape, fit
+from edgeft.plan.memory import Engine, peak, state_bytes
 from edgeft.plan.rows import Load
-from edgeft.sparse.evolve import SHARES, Problem
+from edgeft.sparse.evolve import PLACES, SHARES, Problem
 from edgeft.sparse.scheme import Scheme
 
 BELOW = 5  # blocks that a stack is asked about with, to see what a tensor adds in its middle
+GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))  # q k v, o, gate up, down: those that read the same
+ANCHOR = "k"  # the smallest tensor
 
 Floats = npt.NDArray[np.float64]
 
@@ -46,8 +48,8 @@ class Costs:
         """Micro-batches, recomputation, AdamW's precision; of micro-batches that come to the same passes, one."""
         asked, load = self.job.recipe.how, self.job.load
         found: dict[tuple[object, ...], HowConfig] = {}
-        for way in fit.ways(asked, self.job.engine):
-            if (way.trunk_order, way.spare_memory) == (asked.trunk_order, asked.spare_memory):
+        for way in fit.ways(self.job):
+            if all(getattr(way, name) == getattr(asked, name) for name in ("trunk_order", "spare_memory", "products")):
                 passes = sum(len(step) for step in load.passes(way.micro_batch_tokens))
                 found.setdefault((passes, way.recompute, way.optimizer_state), way)
         return list(found.values())
@@ -68,39 +70,49 @@ class Costs:
         job = self._planned(scheme, how)
         terms = job.stages(0)["train"]
         moments = terms["optimiser state"]
-        return np.array([sum(terms.values()) - moments, moments, _seconds(job)])
+        return np.array([peak(terms) - moments, moments, _seconds(job)])
 
     def problem(self, budget: Floats) -> Problem:
         """With nothing to gain yet."""
-        depth, tables = self.shape.depth, {}
-        asked = self.ways[0].optimizer_state
-        fixed, small = np.zeros((len(self.ways), depth, 2)), np.zeros((len(self.ways), depth, 2))
-        cost = np.zeros((len(self.ways), depth, len(TENSORS), len(SHARES), 2))
-        for number, how in enumerate(self.ways):
+        depth, asked = self.shape.depth, self.ways[0]
+        tables: dict[tuple[int, bool], list[Floats]] = {}
+        every: list[list[Floats]] = []
+        for how in self.ways:
             passes = (how.micro_batch_tokens, how.recompute)
             if passes not in tables:
-                tables[passes] = self._tables(dataclasses.replace(how, optimizer_state=asked))
-            share = STATE_BYTES[how.optimizer_state] / STATE_BYTES[asked]
-            for table, of in zip((fixed, cost, small), tables[passes], strict=True):
-                table[number, ..., 0] = of[..., 0] + share * of[..., 1]
-                table[number, ..., 1] = of[..., 2]
+                tables[passes] = self._tables(dataclasses.replace(how, optimizer_state=asked.optimizer_state))
+            share = self._moments(how) / (self._moments(asked) or 1)
+            weights = np.array([[1.0, share, 0.0], [0.0, 0.0, 1.0]])  # (bytes, moments, seconds) → (bytes, seconds)
+            every.append([table @ weights.T for table in tables[passes]])
+        fixed, small, *cost = (np.stack(some) for some in zip(*every, strict=True))
         nothing = np.zeros((depth, len(TENSORS), len(SHARES)))
-        return Problem(nothing, nothing[:, 0, 0], fixed, cost, small, budget)
+        return Problem(nothing, nothing[:, 0, 0], fixed, GROUPS, tuple(cost), small, budget)
 
-    def _tables(self, how: HowConfig) -> tuple[Floats, Floats, Floats]:
-        """(with each cut, for each block, tensor and share, for each block's biases and norms), all as `_parts`."""
-        depth, arch = self.shape.depth, self.shape.arch
-        fixed = np.array([self._parts(_scheme({}, norms=[block]), how) for block in range(depth)])
-        cost, small = np.zeros((depth, len(TENSORS), len(SHARES), 3)), np.zeros((depth, 3))
-        low = max(0, depth - BELOW)
-        for block in {min(low + 1, depth - 1), depth - 1}:
+    def _moments(self, how: HowConfig) -> float:
+        """Bytes of a trained number that the optimiser keeps."""
+        return state_bytes(dataclasses.replace(self.job.recipe, how=how))
+
+    def _tables(self, how: HowConfig) -> list[Floats]:
+        """[with each cut (depth, 3), for each block's biases and norms, for each group (depth, places, 3)]: `_parts`.
+
+        All beside a few channels of the cut, without which no weight at all would be trained: another case.
+        """
+        depth, low = self.shape.depth, max(0, self.shape.depth - BELOW)
+        fixed = np.array([self._parts(_scheme({(block, ANCHOR): SHARES[1]}), how) for block in range(depth)])
+        small, cost = np.zeros((depth, 3)), [np.zeros((depth, PLACES ** len(group), 3)) for group in GROUPS]
+        anchor = {(low, ANCHOR): SHARES[1]}
+        for block in sorted({min(low + 1, depth - 1), depth - 1}):
             same = slice(None, -1) if block < depth - 1 else slice(-1, None)
-            for t, tensor in enumerate(TENSORS):
-                for s, share in enumerate(SHARES[1:], 1):
-                    cost[same, t, s] = self._parts(_scheme({(block, tensor): share}, norms=[low]), how) - fixed[low]
-            biases = [(block, tensor) for tensor in BIASES[arch]]
-            small[same] = self._parts(_scheme({}, biases, [low, block]), how) - fixed[low]
-        return fixed, np.maximum(cost, 0), np.maximum(small, 0)
+            for group, table in zip(GROUPS, cost, strict=True):
+                for number in range(1, PLACES ** len(group)):
+                    places = [number // PLACES**n % PLACES for n in range(len(group))]
+                    shares = {(block, TENSORS[t]): SHARES[p] for t, p in zip(group, places, strict=True) if p}
+                    table[same, number] = self._parts(_scheme({**anchor, **shares}), how) - fixed[low]
+            biases = [(block, tensor) for tensor in BIASES[self.shape.arch]]
+            small[same] = self._parts(_scheme(anchor, biases, [block]), how) - fixed[low]
+        at = next(n for n, group in enumerate(GROUPS) if TENSORS.index(ANCHOR) in group)
+        fixed -= cost[at][:, PLACES ** GROUPS[at].index(TENSORS.index(ANCHOR))]
+        return [fixed, np.maximum(small, 0), *(np.maximum(table, 0) for table in cost)]
 
 
 def _seconds(job: fit.Job) -> float:

@@ -188,7 +188,7 @@ def pose(
             entry.note_file.unlink(missing_ok=True)
         worker = _Worker(recipe, source, shape, sample, entry, progress)
         costs = worker.costs(train, heldout, profile)
-        own = costs.of(schemes.make(recipe.update, shape.depth, arch), recipe.how, budget.memory_bytes)
+        own = costs.of(schemes.make(recipe.update, shape.depth, arch), costs.ways[0], budget.memory_bytes)
         budget = dataclasses.replace(
             budget,
             memory_bytes=min(budget.memory_bytes, float(own[0]) if within else math.inf),

@@ -34,10 +34,11 @@ def write_heat(found: dict[str, Any], place: Path) -> None:
         axes.plot(
             [depth - found["biased_blocks"] - 0.45, depth - 0.55], [-0.62, -0.62], color="C1", lw=2, clip_on=False
         )
+    axes.set_ylim(len(TENSORS) - 0.5, -0.5)
     axes.set_yticks(range(len(TENSORS)), TENSORS)
     axes.set_xticks(range(0, depth, 1 if depth <= 12 else 5 if depth <= 60 else 10))
     axes.set_xlabel("block")
-    axes.set_title("contribution; white: share of the channels trained; bar: biases and norms", fontsize=9)
+    axes.set_title("contribution; white: share of the channels trained; bar: biases and norms", fontsize=9, pad=10)
     figure.colorbar(image, ax=axes, label="nats")
     with replacing(place) as file:
         figure.savefig(file, format="png", metadata={"Software": None})

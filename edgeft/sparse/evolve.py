@@ -12,12 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 SHARES = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a weight's input channels; a gene is a place in here
-TOP = len(SHARES) - 1
+PLACES = len(SHARES)
+TOP = PLACES - 1
 SIZE = 96  # of the population
-ROUNDS = 200
+ROUNDS = 150
 KEPT = 4  # the best of a generation live on
 TOURNAMENT = 3
-JITTER = 0.5  # of the order in which too costly genes are lowered: without it, all children would become one
+JITTER = 0.5  # of the order in which genes go up or down: without it, all children would become one
+STRIDE = 8  # genes that greedy raises at a time
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -30,7 +32,8 @@ class Problem:
     gain: Floats  # (depth, tensors, shares); nothing for share 0
     small_gain: Floats  # (depth,) biases and norms of a block
     fixed: Floats  # (ways, depth, 2) with the cut at a block, and nothing trained yet
-    cost: Floats  # (ways, depth, tensors, shares, 2) that a tensor adds
+    groups: tuple[tuple[int, ...], ...]  # tensors that share an input: what one adds depends on the others
+    cost: tuple[Floats, ...]  # of each group (ways, depth, places of all its genes as one number, 2)
     small_cost: Floats  # (ways, depth, 2)
     budget: Floats  # (2,); may be infinite
 
@@ -40,10 +43,40 @@ class Problem:
 
     def first_cuts(self) -> Ints:
         """(ways,) the lowest cut from which on something can be trained; `depth` where there is none."""
-        least = self.fixed[:, :, None] + self.cost[:, :, :, 1]  # (ways, depth, tensors, 2)
-        room = (least <= self.budget).all(-1).any(2)  # for a tensor of the cut's own block
-        below = np.cumprod(room[:, ::-1], 1).sum(1)  # blocks from the top down that have room
+        rooms = [
+            (self.fixed + table[:, :, PLACES**place] <= self.budget).all(
+                -1
+            )  # (ways, depth): a tensor of the cut itself
+            for group, table in zip(self.groups, self.cost, strict=True)
+            for place in range(len(group))
+        ]
+        below = np.cumprod(np.any(rooms, axis=0)[:, ::-1], 1).sum(1)  # blocks from the top down that have room
         return self.depth - below
+
+    def costs(self, way: Ints, level: Ints) -> Floats:
+        """(n, 2) of the tensors alone."""
+        block, total = np.arange(self.depth), np.zeros((len(way), 2))
+        for group, table in zip(self.groups, self.cost, strict=True):
+            total += table[way[:, None], block, _number(level, group)].sum(1)
+        return total
+
+    def change(self, way: Ints, level: Ints, by: int) -> Floats:
+        """(n, depth, tensors, 2) what costs change by when this gene alone goes up or down; where it can."""
+        found, block = np.zeros((*level.shape, 2)), np.arange(self.depth)
+        for group, table in zip(self.groups, self.cost, strict=True):
+            now = _number(level, group)
+            before = table[way[:, None], block, now]
+            for place, tensor in enumerate(group):
+                able = (level[:, :, tensor] + by >= 0) & (level[:, :, tensor] + by <= TOP)
+                then = np.where(able, now + by * PLACES**place, now)
+                found[:, :, tensor] = table[way[:, None], block, then] - before
+        return found
+
+
+def _number(level: Ints, group: tuple[int, ...]) -> Ints:
+    """(n, depth) the genes of a group as one number."""
+    found: Ints = level[:, :, list(group)] @ (PLACES ** np.arange(len(group)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -86,25 +119,22 @@ class Found:
     evaluations: int
     history: list[float] = field(default_factory=list)  # the best of each generation
 
-    @property
-    def cut(self) -> int:
-        """The lowest block in which anything is trained."""
-        used = self.level.any(1)
-        used[len(used) - self.biased :] = True
-        return int(np.argmax(used)) if used.any() else len(used) - 1
-
 
 def score(problem: Problem, schemes: Schemes) -> tuple[Floats, Floats]:
     """(gains (n,), costs (n, 2))."""
     level, biased = schemes.expressed()
     block, tensor = np.arange(level.shape[1])[:, None], np.arange(level.shape[2])
     gains = problem.gain[block, tensor, level].sum((1, 2)) + biased @ problem.small_gain
-    used = level.any(2) | biased
-    lowest = np.where(used.any(1), used.argmax(1), problem.depth - 1)
     way = schemes.way
-    costs = problem.fixed[way, lowest] + problem.cost[way[:, None, None], block, tensor, level].sum((1, 2))
+    costs = problem.fixed[way, _lowest(level, biased)] + problem.costs(way, level)
     costs += (problem.small_cost[way] * biased[:, :, None]).sum(1)
     return gains, costs
+
+
+def _lowest(level: Ints, biased: npt.NDArray[np.bool_]) -> Ints:
+    """(n,) the lowest block in which anything is trained."""
+    used = level.any(2) | biased
+    return np.where(used.any(1), used.argmax(1), used.shape[1] - 1)
 
 
 def found(problem: Problem, schemes: Schemes, row: int, evaluations: int) -> Found:
@@ -131,108 +161,98 @@ def random_schemes(problem: Problem, count: int, random: np.random.Generator) ->
     return Schemes(level, biased, cut, way)
 
 
+def _worth(problem: Problem, level: Ints, by: int, cost: Floats) -> Floats:
+    """(n, depth, tensors) the logarithm of what going up or down by one place brings or loses, for its cost."""
+    block, tensor = np.arange(level.shape[1])[:, None], np.arange(level.shape[2])
+    gain = problem.gain[block, tensor, np.clip(level + by, 0, TOP)] - problem.gain[block, tensor, level]
+    shares = (np.abs(cost) / problem.budget).sum(-1)
+    return np.log(np.maximum(np.abs(gain), 1e-300)) - np.log(np.maximum(shares, 1e-12))
+
+
 def repair(problem: Problem, schemes: Schemes, random: np.random.Generator, guided: bool = True) -> Schemes:
     """Lowers genes until the budgets are kept: those that bring little for their cost first, or just any."""
     first = problem.first_cuts()
     able = np.flatnonzero(first < problem.depth)
     way = np.where(first[schemes.way] < problem.depth, schemes.way, random.choice(able, len(schemes)))
     schemes = replace(schemes, way=way, cut=np.maximum(schemes.cut, first[way]))
-    level, biased = schemes.level.copy(), schemes.biased.copy()
-    block, tensor = np.arange(level.shape[1])[:, None], np.arange(level.shape[2])
-    for _ in range(TOP):  # each gene goes down by one place at a time
+    level = schemes.level.copy()
+    for _ in range(2 * TOP):  # each gene goes down by one place at a time
         now = replace(schemes, level=level)
         over = score(problem, now)[1] - problem.budget
         rows = np.flatnonzero((over > 0).any(1))
         if not len(rows):
             return now
         alive = now.take(rows).expressed()[0]
-        lower = np.maximum(alive - 1, 0)
-        ways = way[rows][:, None, None]
-        saved = problem.cost[ways, block, tensor, alive] - problem.cost[ways, block, tensor, lower]
-        lost = problem.gain[block, tensor, alive] - problem.gain[block, tensor, lower]
-        worth = lost / np.maximum((saved / problem.budget).sum(-1), 1e-12)
+        saved = -problem.change(way[rows], alive, -1)
         order = random.standard_normal(alive.shape) * JITTER
-        order = order + np.log(np.maximum(worth, 1e-300)) if guided else order
-        order = np.where(alive > 0, order, np.inf).reshape(len(rows), -1)
-        places = np.argsort(order, axis=1)
-        together = np.cumsum(np.take_along_axis(saved.reshape(len(rows), -1, 2), places[:, :, None], 1), axis=1)
-        short = (together < over[rows][:, None]).any(-1)  # what was lowered so far does not suffice
-        chosen = np.concatenate([np.ones((len(rows), 1), bool), short[:, :-1]], 1)
-        mask = np.zeros_like(chosen)
-        np.put_along_axis(mask, places, chosen, 1)
-        level[rows] = np.where(mask.reshape(alive.shape) & (alive > 0), level[rows] - 1, level[rows])
+        order = order + _worth(problem, alive, -1, saved) if guided else order
+        chosen = _until(np.where(alive > 0, order, np.inf), saved, over[rows])
+        level[rows] = np.where(chosen & (alive > 0), level[rows] - 1, level[rows])
     now = replace(schemes, level=level)
-    biased[(score(problem, now)[1] > problem.budget).any(1)] = 0
-    return replace(now, biased=biased)
+    over = (score(problem, now)[1] > problem.budget).any(1)
+    return replace(now, level=np.where(over[:, None, None], 0, level), biased=np.where(over, 0, now.biased))
 
 
-def refill(problem: Problem, schemes: Schemes, random: np.random.Generator) -> Schemes:
-    """Uses what the budgets leave: genes above the cut go up by one place, those that bring much for it first."""
+def _until(order: Floats, each: Floats, wanted: Floats) -> npt.NDArray[np.bool_]:
+    """(n, depth, tensors) the first ones in this order that are together at least `wanted` (n, 2)."""
+    rows = len(order)
+    places = np.argsort(order.reshape(rows, -1), axis=1)
+    together = np.cumsum(np.take_along_axis(each.reshape(rows, -1, 2), places[:, :, None], 1), axis=1)
+    short = (together < wanted[:, None]).any(-1)  # up to this one it does not suffice
+    mask = np.zeros(short.shape, bool)
+    np.put_along_axis(mask, places, np.concatenate([np.ones((rows, 1), bool), short[:, :-1]], 1), 1)
+    return mask.reshape(order.shape)
+
+
+def refill(
+    problem: Problem, schemes: Schemes, random: np.random.Generator | None = None, most: int | None = None
+) -> Schemes:
+    """Uses what the budgets leave: genes above the cut go up by one place, those that bring much for their cost first.
+
+    random: the order is shaken; most: so many at a time.
+    """
     level, biased = schemes.expressed()
-    used = level.any(2) | biased
-    lowest = np.where(used.any(1), used.argmax(1), problem.depth - 1)
-    block, tensor = np.arange(level.shape[1])[:, None], np.arange(level.shape[2])
-    way, higher = schemes.way[:, None, None], np.minimum(level + 1, TOP)
-    added = problem.cost[way, block, tensor, higher] - problem.cost[way, block, tensor, level]
-    more = problem.gain[block, tensor, higher] - problem.gain[block, tensor, level]
-    worth = more / np.maximum((added / problem.budget).sum(-1), 1e-12)
-    able = (level < TOP) & (more > 0) & (block >= lowest[:, None, None])
-    order = np.log(np.maximum(worth, 1e-300)) + JITTER * random.standard_normal(level.shape)
-    places = np.argsort(np.where(able, -order, np.inf).reshape(len(level), -1), axis=1)
-    together = np.cumsum(np.take_along_axis(added.reshape(len(level), -1, 2), places[:, :, None], 1), axis=1)
+    rows, block = len(level), np.arange(level.shape[1])[:, None]
     left = problem.budget - score(problem, schemes)[1]
-    mask = np.zeros(places.shape, bool)
-    np.put_along_axis(mask, places, (together <= left[:, None]).all(-1), 1)
-    return replace(schemes, level=np.where(mask.reshape(level.shape) & able, higher, schemes.level))
+    added = problem.change(schemes.way, level, 1)
+    lowest = np.where((level.any(2) | biased).any(1), _lowest(level, biased), schemes.cut)
+    able = (level < TOP) & (block >= lowest[:, None, None]) & (added <= left[:, None, None]).all(-1)
+    order = -_worth(problem, level, 1, added)
+    if random is not None:
+        order = order + JITTER * random.standard_normal(level.shape)
+    places = np.argsort(np.where(able, order, np.inf).reshape(rows, -1), axis=1)
+    together = np.cumsum(np.take_along_axis(added.reshape(rows, -1, 2), places[:, :, None], 1), axis=1)
+    fits = (together <= left[:, None]).all(-1)
+    fits[:, most:] = False
+    mask = np.zeros(fits.shape, bool)
+    np.put_along_axis(mask, places, fits, 1)
+    higher = np.where(mask.reshape(level.shape) & able, level + 1, schemes.level)
+    fuller = replace(schemes, level=higher)
+    good = (score(problem, fuller)[1] <= problem.budget).all(1)  # together they may cost more than one by one
+    return replace(schemes, level=np.where(good[:, None, None], higher, schemes.level))
 
 
 # ---------------------------------------------------------------- three ways to search
 
 
 def greedy(problem: Problem) -> Schemes:
-    """For every way and cut: one place of one gene after the other, the most gain for its cost first; the best."""
-    best: tuple[float, Schemes] | None = None
-    for way, first in enumerate(problem.first_cuts()):
-        for cut in range(first, problem.depth):
-            left = problem.budget - problem.fixed[way, cut]
-            level, biased = _fill(problem, way, cut, left)
-            one = Schemes(level[None], np.array([biased]), np.array([cut]), np.array([way]))
-            gain = float(score(problem, one)[0][0])
-            if best is None or gain > best[0]:
-                best = gain, one
-    assert best is not None  # the caller has looked whether anything fits
-    return best[1]
-
-
-def _fill(problem: Problem, way: int, cut: int, left: Floats) -> tuple[Ints, int]:
+    """For every way and cut, a few genes at a time, the most gain for their cost first, up to the budget; the best."""
     depth, tensors = problem.gain.shape[:2]
-    gain, cost = np.diff(problem.gain[cut:], axis=2), np.diff(problem.cost[way, cut:], axis=2)
-    # biases are one more gene, whose places are the blocks from the top down
-    small_gain, small_cost = problem.small_gain[cut:][::-1], problem.small_cost[way, cut:][::-1]
-    gains = np.concatenate([gain.reshape(-1), small_gain])
-    costs = np.concatenate([cost.reshape(-1, 2), small_cost])
-    share = (costs / np.maximum(left, 1e-300)).sum(1)
-    order = np.argsort(-gains / np.maximum(share, 1e-12), kind="stable")
-    level, biased = np.zeros((depth, tensors), np.int64), 0
-    added = True
-    while added:  # a place can only be taken after the one below it
-        added = False
-        for item in order[(costs[order] <= left).all(1)]:
-            if (costs[item] > left).any() or gains[item] <= 0:
-                continue
-            if item >= gain.size:
-                if item - gain.size != biased:
-                    continue
-                biased += 1
-            else:
-                where, place = divmod(int(item), TOP)
-                at = cut + where // tensors, where % tensors
-                if level[at] != place:
-                    continue
-                level[at] += 1
-            left = left - costs[item]
-            added = True
-    return level, biased
+    pairs = [(way, cut) for way, first in enumerate(problem.first_cuts()) for cut in range(first, depth)]
+    way, cut = np.array(pairs).T
+    some = Schemes(np.zeros((len(pairs), depth, tensors), np.int64), np.zeros(len(pairs), np.int64), cut, way)
+    done: list[Schemes] = []
+    while len(some):
+        fuller = refill(problem, some, most=STRIDE)
+        same = (fuller.level == some.level).all((1, 2))
+        done.append(fuller.take(np.flatnonzero(same)))
+        some = fuller.take(np.flatnonzero(~same))
+    best = Schemes.join(done)
+    for blocks in range(1, depth + 1):  # biases, from the top down, with what is left
+        more = replace(best, biased=np.where(best.cut <= depth - blocks, blocks, best.biased))
+        good = (score(problem, more)[1] <= problem.budget).all(1)
+        best = replace(best, biased=np.where(good, more.biased, best.biased))
+    return best.take(np.array([np.argmax(score(problem, best)[0])]))
 
 
 def random_search(problem: Problem, evaluations: int, seed: int) -> Found:
