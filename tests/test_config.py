@@ -15,7 +15,7 @@ from edgeft import config
 from edgeft.config import Device, HowConfig, Recipe, apply_sets, build, load_device, load_recipe, resolve
 from edgeft.errors import ConfigError
 
-RECIPES = ["bias-norm", "cycle", "full", "lora", "qas-int8", "qlora", "sparse-bp", "tinytl"]
+RECIPES = ["auto", "bias-norm", "cycle", "full", "lora", "qas-int8", "qlora", "sparse-bp", "tinytl"]
 DEVICES = ["jetson-orin-nano", "laptop-16gb", "laptop-8gb", "mac-m-series", "rpi4", "rpi5", "rpi5-16gb"]
 MACHINE = "ram_bytes: 1000\nbudget_bytes: 500\n"
 

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft import config, pipeline, search
+from edgeft import config, pipeline, plan, search
 from edgeft.config import TENSORS, PartConfig, UpdateConfig
+from edgeft.costs import Costs
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
 from edgeft.errors import ConfigError, DataError, DoesNotFitError, RunError
@@ -28,10 +29,13 @@ from edgeft.model import gguf as files
 from edgeft.model.gguf import GGUF, NewTensor, encode_record
 from edgeft.model.header import LINEARS
 from edgeft.model.stack import load
+from edgeft.plan.fit import Machine
+from edgeft.plan.memory import Engine, peak
+from edgeft.plan.seconds import Rates
 from edgeft.run import Run
 from edgeft.sparse import contribution
 from edgeft.sparse import scheme as schemes
-from edgeft.sparse.evolve import SHARES
+from edgeft.sparse.evolve import SHARES, Schemes, score
 from edgeft.train.progress import Progress
 from tests.conftest import Edgeft, small_rows
 
@@ -178,6 +182,30 @@ def test_candidates_begin_with_the_best_and_the_worst() -> None:
     assert found[4].name == "biases of the last 2"
     assert len({c.name for c in found}) == len(found) == 4 * 7 + 2
     assert found[4].scheme("llama", DEPTH).blocks == (2, 3)
+
+
+# ---------------------------------------------------------------- costs
+
+
+def test_costs_of_parts_add_up_to_the_plan(model: Path) -> None:
+    """Of any scheme, to half a per cent of memory and three of time."""
+    recipe, shape = config.load_recipe("sparse-bp"), plan.shape_of(str(model), "auto")
+    machine = Machine("this", Rates(1e11, 0.0, 1e10, 1.5e8, ""), True, 2, False, True, True)
+    costs = Costs(recipe, shape, rows(64), rows(16, seed=1), machine, Engine(True, False, 2))
+    problem = costs.problem(np.array([np.inf, np.inf]))
+    random = np.random.default_rng(0)
+    for number in range(12):
+        way, cut = int(random.integers(len(costs.ways))), int(random.integers(0, 28))
+        level = random.integers(1, 5, (30, 7)) * (random.random((30, 7)) < random.random())
+        level = np.where(level, 4, 0) if number < 3 else level
+        level[:cut], level[cut, 2] = 0, 4
+        biased = int(random.integers(0, 30 - cut))
+        one = Schemes(level[None], np.array([biased]), np.array([cut]), np.array([way]))
+        chosen = schemes.make(UpdateConfig(parts=search.parts(level, biased, "llama")), 30, "llama")
+        planned = costs._planned(chosen, costs.ways[way])
+        got = score(problem, one)[1][0]
+        assert got[0] == pytest.approx(peak(planned.stages(0)["train"]), rel=5e-3)
+        assert got[1] == pytest.approx(costs.of(chosen, costs.ways[way], math.inf)[1], rel=3e-2)
 
 
 # ---------------------------------------------------------------- the scheme as a recipe
@@ -354,8 +382,6 @@ def test_auto_finds_what_is_trained_and_keeps_it(tiny: Path, data: Path, tmp_pat
 
 
 def schemes_size(update: UpdateConfig) -> int:
-    from edgeft import plan
-
     shape = plan.Shape(DEPTH, WIDTH, WIDTH, 32, FFN, 49152, 32, "silu")
     return plan.trained_parameters(shape, schemes.make(update, DEPTH, "llama"))
 

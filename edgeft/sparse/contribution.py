@@ -31,7 +31,7 @@ from edgeft.sparse.scheme import Scheme, channel_count
 
 SAMPLE_TOKENS = 6144  # of the forest: about a minute for a model of 135 M parameters on two cores
 HELDOUT_TOKENS = 3072
-PART_TOKENS = 768  # of one pass
+PART_TOKENS = 384  # of one pass: a trial from a low cut keeps activations of all blocks above it
 ORDERS = ("weight", "gradient", "first")  # ways to choose channels, as `update.choose`
 SHARES = tuple(reversed(CHANNELS))  # 1/8, 1/4, 1/2, 1: of channels in their order, each holds the one before
 FEWEST = 5  # measured candidates that a line is drawn through

@@ -5,6 +5,8 @@ It begins at its own cut, from what the blocks below give, which is kept in file
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from edgeft.config import HowConfig, TrainConfig
@@ -15,7 +17,8 @@ from edgeft.sparse.scheme import Scheme
 from edgeft.train import optimizer as optimizers
 from edgeft.work import step_flops
 
-STEPS = 6  # one part of the sample each
+STEPS = 6
+PARTS = 2  # of the sample, that make up a step
 
 
 class Trials:
@@ -37,15 +40,17 @@ class Trials:
 
     def gain(self, scheme: Scheme, base_loss: float) -> float:
         """By how much the held-out loss falls."""
-        parts = self.sample.parts
         with opened(self.stack, scheme) as parameters:
             optimizer = optimizers.make(parameters, self.train, self.how, self.stack.kernels)
             optimizer.set_rate(self.lr)
             for step in range(STEPS):
-                place = step % len(parts)
-                loss = self._loss(scheme.cut, place) / self.sample.forest.trained(parts[place])
-                with optimizer.last_pass(float(loss.detach())):
-                    loss.backward()  # type: ignore[no-untyped-call]
+                places, total = _places(self.sample, step), 0.0
+                targets = sum(self.sample.forest.trained(self.sample.parts[place]) for place in places)
+                for place in places:
+                    loss = self._loss(scheme.cut, place) / targets
+                    total += float(loss.detach())
+                    with optimizer.last_pass(total) if place == places[-1] else nullcontext():
+                        loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             return base_loss - self.heldout_loss(scheme.cut)
 
@@ -56,10 +61,16 @@ class Trials:
         return self.stack.head.loss(hidden, batch.targets)
 
 
+def _places(sample: Sample, step: int) -> list[int]:
+    """The parts of a step: one after the other, and again from the first one."""
+    count = len(sample.parts)
+    return [(PARTS * step + number) % count for number in range(min(PARTS, count))]
+
+
 def trial_flops(sample: Sample, shape: Shape, scheme: Scheme) -> float:
     """What a trial needs."""
     forest, total = sample.forest, 0.0
-    used = [(sample.parts[step % len(sample.parts)], True) for step in range(STEPS)]
+    used = [(sample.parts[place], True) for step in range(STEPS) for place in _places(sample, step)]
     for part, back in [*used, *((part, False) for part in sample.heldout)]:
         seen, targets = forest.positions[forest.nodes(part)] + 1, forest.trained(part)
         total += step_flops(shape, scheme, len(seen), int(seen.sum()), targets, 0, targets, back)
