@@ -46,6 +46,7 @@ FORMAT = 1  # of what is kept in the cache
 USED_RATE = 0.6  # of the measured rate of products that whole trials reach: norms, attention and unpacking take time
 MEASURE_S = 180.0  # for trials, where nothing is said
 WAYS = ("micro_batch_tokens", "recompute", "optimizer_state")  # what of `how` is chosen with the scheme
+SLACK = 0.005  # by which a budget is tightened then, doubled each time
 TRIES = 8  # times that a budget is tightened because parts cost more together than one by one
 
 Floats = npt.NDArray[np.float64]
@@ -251,11 +252,14 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _least(costs: Costs) -> Scheme:
+    """A few channels of one small tensor of the last block."""
+    return Scheme("sparse", {(costs.shape.depth - 1, "k"): SHARES[1]})
+
+
 def _refuse(costs: Costs, budget: Budget) -> None:
-    """DoesNotFitError where not even a few channels of one small tensor of the last block can be trained."""
-    last = costs.shape.depth - 1
-    least = Scheme("sparse", {(last, "k"): SHARES[1]})
-    needs = np.array([costs.of(least, how, budget.memory_bytes) for how in costs.ways])
+    """DoesNotFitError where not even the least can be trained."""
+    needs = np.array([costs.of(_least(costs), how, budget.memory_bytes) for how in costs.ways])
     if (needs <= [budget.memory_bytes, budget.time_s]).all(1).any():
         return
     least_bytes, least_s = needs.min(0)
@@ -489,22 +493,26 @@ def _values(
 
 def _evolve(posed: Posed, seed: int, compare: bool) -> tuple[Found, dict[str, Any]]:
     """(the best scheme that keeps the budgets by the plan of the whole, what other ways to search came to)."""
-    problem, budget, need = posed.problem, posed.problem.budget, np.full(2, np.inf)
-    for _ in range(TRIES):
+    problem, budget = posed.problem, posed.problem.budget
+    for number in range(TRIES):
         if (problem.first_cuts() == problem.depth).all():
             break
         start = evolve.greedy(problem)
         best = evolve.evolve(problem, seed, start)
         update = UpdateConfig(parts=parts(best.level, best.biased, posed.arch))
         chosen = schemes.make(update, problem.depth, posed.arch)
-        need = posed.costs.of(chosen, posed.costs.ways[best.way], budget[0])
-        if (need <= budget).all():
-            break
-        problem = dataclasses.replace(problem, budget=problem.budget / np.maximum(need / budget, 1) * 0.998)
-    if not (need <= budget).all():
-        raise DoesNotFitError(
-            f"the least that was found needs {size(need[0])} and {duration(need[1])}", "allow more memory or time"
-        )
+        over = posed.costs.of(chosen, posed.costs.ways[best.way], budget[0]) / budget
+        if (over <= 1).all():
+            return best, _compared(problem, best, start, seed, compare)
+        tighter = np.array([best.bytes, best.seconds]) / np.maximum(over, 1) * (1 - SLACK * 2**number)
+        problem = dataclasses.replace(problem, budget=np.where(over > 1, tighter, problem.budget))
+    raise DoesNotFitError(
+        "nothing worth while was found within the budgets", "allow somewhat more memory (--memory) or time (--time)"
+    )
+
+
+def _compared(problem: Problem, best: Found, start: evolve.Schemes, seed: int, compare: bool) -> dict[str, Any]:
+    """What other ways to search come to; start: greedy's answer."""
     last, last_gain = _last_blocks(problem)
     compared = {
         "evaluations": best.evaluations,
@@ -517,7 +525,7 @@ def _evolve(posed: Posed, seed: int, compare: bool) -> tuple[Found, dict[str, An
     if compare:
         compared["evolution_alone"] = evolve.evolve(problem, seed).gain  # without greedy's answer to begin with
         compared["random"] = evolve.random_search(problem, best.evaluations, seed).gain
-    return best, compared
+    return compared
 
 
 def _last_blocks(problem: Problem) -> tuple[int, float]:
