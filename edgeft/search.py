@@ -46,7 +46,7 @@ FORMAT = 1  # of what is kept in the cache
 USED_RATE = 0.6  # of the measured rate of products that whole trials reach: norms, attention and unpacking take time
 MEASURE_S = 180.0  # for trials, where nothing is said
 WAYS = ("micro_batch_tokens", "recompute", "optimizer_state")  # what of `how` is chosen with the scheme
-SLACK = 0.005  # by which a budget is tightened then, doubled each time
+SLACK = 1.05  # by so many times what was too much; doubled each time
 TRIES = 8  # times that a budget is tightened because parts cost more together than one by one
 
 Floats = npt.NDArray[np.float64]
@@ -501,11 +501,11 @@ def _evolve(posed: Posed, seed: int, compare: bool) -> tuple[Found, dict[str, An
         best = evolve.evolve(problem, seed, start)
         update = UpdateConfig(parts=parts(best.level, best.biased, posed.arch))
         chosen = schemes.make(update, problem.depth, posed.arch)
-        over = posed.costs.of(chosen, posed.costs.ways[best.way], budget[0]) / budget
-        if (over <= 1).all():
+        over = posed.costs.of(chosen, posed.costs.ways[best.way], budget[0]) - budget
+        if (over <= 0).all():
             return best, _compared(problem, best, start, seed, compare)
-        tighter = np.array([best.bytes, best.seconds]) / np.maximum(over, 1) * (1 - SLACK * 2**number)
-        problem = dataclasses.replace(problem, budget=np.where(over > 1, tighter, problem.budget))
+        tighter = np.minimum(problem.budget, [best.bytes, best.seconds]) - SLACK * 2**number * over
+        problem = dataclasses.replace(problem, budget=np.where(over > 0, tighter, problem.budget))
     raise DoesNotFitError(
         "nothing worth while was found within the budgets", "allow somewhat more memory (--memory) or time (--time)"
     )
