@@ -163,7 +163,7 @@ class Run:
                 raise RunError(f"{path} holds a run already", "go on with --resume, or name another folder with --out")
             earlier = Run.open(path).recipe
             if recipe.update.unknown and earlier.update.blocks == "auto":
-                recipe.update.parts = earlier.update.parts  # what the run has found out
+                recipe.update = earlier.update  # with what the run has found out
             before, now = config.what(earlier), config.what(recipe)
             changed = [
                 f"{part}.{key} {before[part].get(key)!r} → {value!r}"

@@ -42,7 +42,7 @@ from edgeft.train.schedule import Schedule
 if TYPE_CHECKING:
     from edgeft.sparse.contribution import Calibration, FirstOrder, Sample
 
-FORMAT = 1  # of what is kept in the cache
+FORMAT = 2  # of what is kept in the cache
 USED_RATE = 0.6  # of the measured rate of products that whole trials reach: norms, attention and unpacking take time
 MEASURE_S = 180.0  # for trials, where nothing is said
 WAYS = ("micro_batch_tokens", "recompute", "optimizer_state")  # what of `how` is chosen with the scheme
@@ -201,8 +201,8 @@ def pose(
         trials = worker.measure(first, arch, budget.measure_s)
         worker.done()
     lr = Schedule(len(train), recipe.train, shape.width).peak
-    calibration, correlation = _judge(first, trials, lr, recipe.update.choose)
-    gain, small = _values(first, trials, calibration, lr, recipe.update.choose)
+    calibration, correlation = _judge(first, trials, lr)
+    gain, small = _values(first, trials, calibration, lr)
     numbers = {
         "model": Path(source).name,
         "sample": {
@@ -211,7 +211,7 @@ def pose(
             "heldout_rows": sum(map(len, sample.heldout)),
         },
         "budget": {name: _finite(value) for name, value in dataclasses.asdict(budget).items()},
-        "first_order": (lr * first.weights[contribution.ORDERS.index(recipe.update.choose), :, :, -1]).tolist(),
+        "first_order": (lr * first.weights[:, :, -1]).tolist(),
         "first_order_biases": (lr * (first.biases.sum(1) + first.norms)).tolist(),
         "measured": trials,
         "rank_correlation": _finite(correlation),
@@ -377,7 +377,7 @@ class _Worker:
         from edgeft.train.trial import Trials, trial_flops
 
         wanted, planned_s = [], 0.0
-        for candidate in candidates(first, self.recipe.update.choose, arch):
+        for candidate in candidates(first):
             planned_s += trial_flops(self.sample, self.shape, candidate.scheme(arch, self.shape.depth)) / self.rate
             if planned_s > budget_s:
                 break
@@ -422,11 +422,9 @@ class Candidate:
         return Scheme("sparse", {}, frozenset((b, t) for b in blocks for t in BIASES[arch]), frozenset(blocks))
 
 
-def candidates(first: FirstOrder, choose: str, arch: str) -> list[Candidate]:
+def candidates(first: FirstOrder) -> list[Candidate]:
     """In the order in which they are measured: the best that are left, between them others from all over the ranks."""
-    from edgeft.sparse.contribution import ORDERS
-
-    whole = first.weights[ORDERS.index(choose), :, :, -1]
+    whole = first.weights[:, :, -1]
     ranked = [divmod(int(place), len(TENSORS)) for place in np.argsort(-whole, axis=None, kind="stable")]
     spread = [ranked[round(share * (len(ranked) - 1))] for share in _halving(len(ranked))]
     depth = len(whole)
@@ -447,34 +445,30 @@ def _halving(count: int) -> list[float]:
     return found[:count]
 
 
-def _first_of(trial: dict[str, Any], first: FirstOrder, lr: float, choose: str) -> float:
+def _first_of(trial: dict[str, Any], first: FirstOrder, lr: float) -> float:
     """What the first order says of a candidate."""
-    from edgeft.sparse.contribution import ORDERS
-
     if trial["tensor"] is None:
         last = slice(-trial["biased_blocks"], None)
         return lr * float(first.biases[last].sum() + first.norms[last].sum())
-    return lr * float(first.weights[ORDERS.index(choose), trial["block"], TENSORS.index(trial["tensor"]), -1])
+    return lr * float(first.weights[trial["block"], TENSORS.index(trial["tensor"]), -1])
 
 
-def _judge(first: FirstOrder, trials: list[dict[str, Any]], lr: float, choose: str) -> tuple[Calibration, float]:
+def _judge(first: FirstOrder, trials: list[dict[str, Any]], lr: float) -> tuple[Calibration, float]:
     """(how first order and measured gains go together, their rank correlation); of tensors."""
     from edgeft.sparse.contribution import calibrate, rank_correlation
 
     for trial in trials:
-        trial["first_order"] = _first_of(trial, first, lr, choose)
+        trial["first_order"] = _first_of(trial, first, lr)
     tensors = [(trial["first_order"], trial["gain"]) for trial in trials if trial["tensor"] is not None]
     expected, measured = [f for f, _ in tensors], [m for _, m in tensors]
     return calibrate(expected, measured), rank_correlation(expected, measured)
 
 
 def _values(
-    first: FirstOrder, trials: list[dict[str, Any]], calibration: Calibration, lr: float, choose: str
+    first: FirstOrder, trials: list[dict[str, Any]], calibration: Calibration, lr: float
 ) -> tuple[Floats, Floats]:
     """(gain (depth, tensors, shares), gain of biases and norms (depth,)): measured where it was, else calibrated."""
-    from edgeft.sparse.contribution import ORDERS
-
-    weights = calibration(lr * first.weights[ORDERS.index(choose)])
+    weights = calibration(lr * first.weights)
     small = lr * (first.biases.sum(1) + first.norms)
     ratios = []
     for trial in trials:
@@ -558,8 +552,8 @@ def parts(level: npt.NDArray[np.int64], biased: int, arch: str) -> list[PartConf
                 some = tuple(int(block) for block in blocks[inside == bias])
                 if some:
                     groups.setdefault((place, bias, some), []).append(tensor)
-    for (place, bias, blocks), tensors in sorted(groups.items(), key=lambda item: (item[0][2], -item[0][0])):
-        found.append(PartConfig(ranges(blocks), tensors, SHARES[place], bias, False))
+    for (place, bias, numbers), tensors in sorted(groups.items(), key=lambda item: (item[0][2], -item[0][0])):
+        found.append(PartConfig(ranges(numbers), tensors, SHARES[place], bias, False))
     return found
 
 
@@ -585,9 +579,12 @@ def settle(run: Run, budget_bytes: int, progress: Progress) -> None:
 
     It may cost as much as blocks `10%-67%` would, and no more than the device has.
     """
+    from edgeft.sparse.contribution import CHOOSE
+
     rows, heldout = data_tokens.load(run.tokens, texts=False)
     budget, seed = Budget(budget_bytes or math.inf), run.recipe.train.seed
     found = find(pose(run.recipe, rows, heldout, budget, seed, progress, within=True), seed, compare=False)
+    run.recipe.update.choose = CHOOSE
     run.recipe.update.parts = [config.build(PartConfig, part) for part in found["parts"]]
     run.write_json(run.path / "search.json", found)
     run.write_recipe()
@@ -623,7 +620,7 @@ def recipe_text(recipe: Recipe, found: dict[str, Any], data: str) -> str:
         "",
         "update:",
         "  method: sparse",
-        f"  choose: {recipe.update.choose}",
+        "  choose: gradient  # of a share, the channels with the largest gradients",
         "  parts:",
         *(f"    - {_flow(part)}" for part in found["parts"]),
     ]

@@ -119,19 +119,17 @@ def test_first_order_is_that_of_plain_autograd(tiny: Path, tmp_path: Path, compi
         for place, (path, _) in enumerate(LINEARS.values()):
             one, other = (half[f"layers.{block}.{path}.weight"] for half in halves)
             want = contribution.decrease(one, other, "adamw")
-            whole = found.weights[:, block, place, -1]
+            whole = found.weights[block, place, -1]
             np.testing.assert_allclose(
                 whole, max(0.0, float(want.sum())), rtol=2e-2, atol=0.02 * float(want.abs().sum())
             )
-            count = schemes.channel_count(0.5, want.shape[1])
-            half_of_them = float(want[:, :count].sum())
-            got = found.weights[contribution.ORDERS.index("first"), block, place, 2]
-            assert got >= half_of_them - 0.02 * float(want.abs().sum())
+            shares = contribution.by_share(one, other, "adamw")
+            np.testing.assert_allclose(found.weights[block, place], shares, atol=0.02 * float(want.abs().sum()))
             bias = contribution.decrease(*(half[f"layers.{block}.{path}.bias"] for half in halves), "adamw")
             assert found.biases[block, place] == pytest.approx(
                 max(0.0, float(bias.sum())), rel=2e-2, abs=0.02 * float(bias.abs().sum())
             )
-    assert (np.diff(found.weights, axis=3) >= 0).all()  # more channels never bring less
+    assert (np.diff(found.weights, axis=2) >= 0).all()  # more channels never bring less
     again = contribution.FirstOrder.from_json(json.loads(json.dumps(found.to_json())))
     assert (again.weights == found.weights).all()
 
@@ -147,6 +145,16 @@ def test_noise_brings_nothing() -> None:
     sure = torch.randn(50, 50)
     assert float(contribution.decrease(sure, sure, "adamw").sum()) == pytest.approx(float(sure.abs().sum()))
     assert float(contribution.decrease(sure, sure, "sgd").sum()) == pytest.approx(float(sure.square().sum()))
+
+
+def test_a_share_holds_the_channels_with_the_largest_gradients() -> None:
+    torch.manual_seed(0)
+    signal = torch.zeros(40, 256)
+    signal[:, 5:37] = torch.randn(40, 32)  # an eighth of the channels
+    halves = [signal + 0.01 * torch.randn(40, 256) for _ in range(2)]
+    eighth, *_, whole = contribution.by_share(halves[0], halves[1], "adamw")
+    assert eighth == pytest.approx(float(signal.abs().sum()), rel=0.05)
+    assert eighth > 0.95 * whole
 
 
 def test_a_sample_is_drawn_by_its_seed_and_named_by_its_rows() -> None:
@@ -174,9 +182,9 @@ def test_ranks_and_calibration() -> None:
 
 
 def test_candidates_begin_with_the_best_and_the_worst() -> None:
-    weights = np.arange(1.0, 29.0).reshape(1, DEPTH, 7, 1).repeat(3, 0).repeat(4, 3)
+    weights = np.arange(1.0, 29.0).reshape(DEPTH, 7, 1).repeat(4, 2)
     first = contribution.FirstOrder(weights, np.ones((DEPTH, 7)), np.ones(DEPTH))
-    found = search.candidates(first, "weight", "llama")
+    found = search.candidates(first)
     assert [c.name for c in found[:3]] == ["0.q", "3.down", "1.down"]  # the worst, the best, the middle
     assert found[4].name == "biases of the last 2"
     assert len({c.name for c in found}) == len(found) == 4 * 7 + 2

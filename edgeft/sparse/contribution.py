@@ -32,7 +32,9 @@ from edgeft.sparse.scheme import Scheme, channel_count
 SAMPLE_TOKENS = 6144  # of the forest: about a minute for a model of 135 M parameters on two cores
 HELDOUT_TOKENS = 3072
 PART_TOKENS = 384  # of one pass: a trial from a low cut keeps activations of all blocks above it
-ORDERS = ("weight", "gradient", "first")  # ways to choose channels, as `update.choose`
+# Channels are chosen by their gradients. On SmolLM2-135M with SQuAD rows an eighth of them brings 34 % of what all do,
+# a quarter 53 %, half 74 %; chosen by the size of their weights 12, 26 and 46 %, no more than the first ones.
+CHOOSE = "gradient"
 SHARES = tuple(reversed(CHANNELS))  # 1/8, 1/4, 1/2, 1: of channels in their order, each holds the one before
 FEWEST = 5  # measured candidates that a line is drawn through
 POWERS = (0.3, 1.5)  # of a calibration; beyond these, noise has drawn the line
@@ -180,7 +182,7 @@ def opened(stack: Stack, scheme: Scheme) -> Iterator[dict[str, nn.Parameter]]:
 class FirstOrder:
     """Expected decrease of the mean loss on other rows, in nats, by one step at learning rate 1: it is linear in it."""
 
-    weights: Floats  # (orders, depth, tensors, shares)
+    weights: Floats  # (depth, tensors, shares)
     biases: Floats  # (depth, tensors); 0 where the architecture has no place for one
     norms: Floats  # (depth,)
 
@@ -200,15 +202,18 @@ def decrease(one: Tensor, other: Tensor, optimizer: str) -> Tensor:
     step is taken by one half's gradient and what it brings by the other's: sign(a) · b, and the other way round. Where
     both agree this is the L1 norm of the mean; of pure noise it is 0 on average. A step of SGD is lr · g.
     """
-    if optimizer == "sgd":
-        return one * other
-    return 0.5 * (one.sign() * other + other.sign() * one)
+    return 0.5 * (_step(one, other, optimizer) + _step(other, one, optimizer))
+
+
+def _step(by: Tensor, on: Tensor, optimizer: str) -> Tensor:
+    """A step by one gradient, judged by another."""
+    return by * on if optimizer == "sgd" else by.sign() * on
 
 
 def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, tell: Callable[[], None]) -> FirstOrder:
     """`inputs` are filled; calls `tell` after each block."""
     forest, depth = sample.forest, stack.depth
-    weights = np.zeros((len(ORDERS), depth, len(LINEARS), len(SHARES)))
+    weights = np.zeros((depth, len(LINEARS), len(SHARES)))
     biases, norms = np.zeros((depth, len(LINEARS))), np.zeros(depth)
     halves = [sample.parts[0::2], sample.parts[1::2] or sample.parts[0::2]]
     targets = [forest.trained([row for part in half for row in part]) for half in halves]
@@ -226,14 +231,13 @@ def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, te
                 gradients[1] = dict(gradients[0])
             for name in list(gradients[0]):
                 one, other = (half.pop(name) for half in gradients)
-                kind, brings = _kind(name), decrease(one, other, optimizer)
+                kind = _kind(name)
                 if kind is None:
-                    norms[block] += float(brings.sum())
+                    norms[block] += float(decrease(one, other, optimizer).sum())
                 elif name.endswith(".bias"):
-                    biases[block, kind] = float(brings.sum())
+                    biases[block, kind] = float(decrease(one, other, optimizer).sum())
                 else:
-                    sizes = {"weight": parameters[name].detach(), "gradient": one.add_(other)}
-                    weights[:, block, kind] = _by_share(brings, sizes)
+                    weights[block, kind] = by_share(one, other, optimizer)
         tell()
     return FirstOrder(weights, np.maximum(biases, 0), np.maximum(norms, 0))
 
@@ -267,14 +271,17 @@ def _back(
     return hidden.grad
 
 
-def _by_share(brings: Tensor, sizes: dict[str, Tensor]) -> Floats:
-    """(orders, shares) of what the first channels in each order bring; more channels never bring less."""
-    channels = brings.sum(0).double().numpy()
-    inputs = len(channels)
-    orders = {name: torch.argsort(of.norm(dim=0), descending=True, stable=True).numpy() for name, of in sizes.items()}
-    orders["first"] = np.arange(inputs)
-    sums = [[channels[orders[name][: channel_count(share, inputs)]].sum() for share in SHARES] for name in ORDERS]
-    return np.maximum.accumulate(np.maximum(sums, 0.0), axis=1)
+def by_share(one: Tensor, other: Tensor, optimizer: str) -> Floats:
+    """(shares,) what the channels with the largest gradients bring; more channels never bring less.
+
+    They are chosen by the half that makes the step: what they bring is again for the other half to say.
+    """
+    sums = np.zeros(len(SHARES))
+    for by, on in ((one, other), (other, one)):
+        channels = _step(by, on, optimizer).sum(0).double().numpy()
+        order = torch.argsort(by.norm(dim=0), descending=True, stable=True).numpy()
+        sums += [0.5 * channels[order[: channel_count(share, len(order))]].sum() for share in SHARES]
+    return np.maximum.accumulate(np.maximum(sums, 0.0))
 
 
 # ---------------------------------------------------------------- first order and measured

@@ -23,6 +23,7 @@ STRIDE = 8  # genes that greedy raises at a time
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Problem:
             for group, table in zip(self.groups, self.cost, strict=True)
             for place in range(len(group))
         ]
-        below = np.cumprod(np.any(rooms, axis=0)[:, ::-1], 1).sum(1)  # blocks from the top down that have room
+        below: Ints = np.cumprod(np.any(rooms, axis=0)[:, ::-1], 1).sum(1)  # blocks from the top down that have room
         return self.depth - below
 
     def costs(self, way: Ints, level: Ints) -> Floats:
@@ -99,7 +100,7 @@ class Schemes:
         names = ("level", "biased", "cut", "way")
         return Schemes(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
-    def expressed(self) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    def expressed(self) -> tuple[Ints, Bools]:
         """(levels at and above the cut, (n, depth) which blocks have biases trained)."""
         block = np.arange(self.level.shape[1])
         alive = block >= self.cut[:, None]
@@ -131,10 +132,11 @@ def score(problem: Problem, schemes: Schemes) -> tuple[Floats, Floats]:
     return gains, costs
 
 
-def _lowest(level: Ints, biased: npt.NDArray[np.bool_]) -> Ints:
+def _lowest(level: Ints, biased: Bools) -> Ints:
     """(n,) the lowest block in which anything is trained."""
-    used = level.any(2) | biased
-    return np.where(used.any(1), used.argmax(1), used.shape[1] - 1)
+    used: Bools = level.any(2) | biased
+    lowest: Ints = np.where(used.any(1), used.argmax(1), used.shape[1] - 1)
+    return lowest
 
 
 def found(problem: Problem, schemes: Schemes, row: int, evaluations: int) -> Found:
@@ -166,7 +168,8 @@ def _worth(problem: Problem, level: Ints, by: int, cost: Floats) -> Floats:
     block, tensor = np.arange(level.shape[1])[:, None], np.arange(level.shape[2])
     gain = problem.gain[block, tensor, np.clip(level + by, 0, TOP)] - problem.gain[block, tensor, level]
     shares = (np.abs(cost) / problem.budget).sum(-1)
-    return np.log(np.maximum(np.abs(gain), 1e-300)) - np.log(np.maximum(shares, 1e-12))
+    worth: Floats = np.log(np.maximum(np.abs(gain), 1e-300)) - np.log(np.maximum(shares, 1e-12))
+    return worth
 
 
 def repair(problem: Problem, schemes: Schemes, random: np.random.Generator, guided: bool = True) -> Schemes:
@@ -189,16 +192,16 @@ def repair(problem: Problem, schemes: Schemes, random: np.random.Generator, guid
         chosen = _until(np.where(alive > 0, order, np.inf), saved, over[rows])
         level[rows] = np.where(chosen & (alive > 0), level[rows] - 1, level[rows])
     now = replace(schemes, level=level)
-    over = (score(problem, now)[1] > problem.budget).any(1)
-    return replace(now, level=np.where(over[:, None, None], 0, level), biased=np.where(over, 0, now.biased))
+    good: Bools = (score(problem, now)[1] <= problem.budget).all(1)
+    return replace(now, level=level * good[:, None, None], biased=now.biased * good)
 
 
-def _until(order: Floats, each: Floats, wanted: Floats) -> npt.NDArray[np.bool_]:
+def _until(order: Floats, each: Floats, wanted: Floats) -> Bools:
     """(n, depth, tensors) the first ones in this order that are together at least `wanted` (n, 2)."""
     rows = len(order)
     places = np.argsort(order.reshape(rows, -1), axis=1)
     together = np.cumsum(np.take_along_axis(each.reshape(rows, -1, 2), places[:, :, None], 1), axis=1)
-    short = (together < wanted[:, None]).any(-1)  # up to this one it does not suffice
+    short: Bools = (together < wanted[:, None]).any(-1)  # up to this one it does not suffice
     mask = np.zeros(short.shape, bool)
     np.put_along_axis(mask, places, np.concatenate([np.ones((rows, 1), bool), short[:, :-1]], 1), 1)
     return mask.reshape(order.shape)
@@ -222,13 +225,13 @@ def refill(
         order = order + JITTER * random.standard_normal(level.shape)
     places = np.argsort(np.where(able, order, np.inf).reshape(rows, -1), axis=1)
     together = np.cumsum(np.take_along_axis(added.reshape(rows, -1, 2), places[:, :, None], 1), axis=1)
-    fits = (together <= left[:, None]).all(-1)
+    fits: Bools = (together <= left[:, None]).all(-1)
     fits[:, most:] = False
     mask = np.zeros(fits.shape, bool)
     np.put_along_axis(mask, places, fits, 1)
     higher = np.where(mask.reshape(level.shape) & able, level + 1, schemes.level)
     fuller = replace(schemes, level=higher)
-    good = (score(problem, fuller)[1] <= problem.budget).all(1)  # together they may cost more than one by one
+    good: Bools = (score(problem, fuller)[1] <= problem.budget).all(1)  # together they may cost more than one by one
     return replace(schemes, level=np.where(good[:, None, None], higher, schemes.level))
 
 
@@ -278,8 +281,8 @@ def evolve(problem: Problem, seed: int, start: Schemes | None = None, rounds: in
     gains = score(problem, people)[0]
     history = [float(gains.max())]
     for _ in range(rounds):
-        parents = [people.take(_tournament(gains, SIZE - KEPT, random)) for _ in range(2)]
-        children = _mutated(problem, _crossed(*parents, random), random)
+        one, other = (people.take(_tournament(gains, SIZE - KEPT, random)) for _ in range(2))
+        children = _mutated(problem, _crossed(one, other, random), random)
         best = np.argsort(-gains, kind="stable")[:KEPT]
         children = refill(problem, repair(problem, children, random), random)
         people = Schemes.join([people.take(best), children])
