@@ -137,7 +137,6 @@ def test_how_is_chosen_to_fit_and_what_is_learned_stays(model: Path, name: str) 
     assert found["peak_bytes"] <= budget
     assert tight.recipe.how != asked.how
     assert config.what(tight.recipe) == config.what(asked)
-    assert found["seconds"] >= plan["seconds"]
 
 
 def test_the_fastest_way_that_fits_is_taken(model: Path) -> None:
