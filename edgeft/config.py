@@ -112,8 +112,9 @@ class UpdateConfig:
     )
     rounding: str = knob(
         "stochastic",
-        "of int8 weights: stochastic is right on average; none: they are float32 in truth, to see what rounding does",
-        choices=("stochastic", "nearest", "none"),
+        "of int8 weights: stochastic is right on average; carry: what is cut off is added to the next step, a byte "
+        "more for each weight; none: they are float32 in truth, to see what rounding does",
+        choices=("stochastic", "carry", "nearest", "none"),
     )
     cycle_blocks: int = knob(0, "train so many neighbouring blocks at a time; 0 = all at once", low=0)
     cycle_steps: int = knob(10, "after so many steps it is the turn of other blocks", low=1)

@@ -419,22 +419,46 @@ def test_in_place_is_the_same_step(small: Callable[[str], Path]) -> None:
         learned(path, INT8, SGD, HowConfig(step_in_place=True), steps=1)
 
 
-def test_stochastic_rounding_is_right_on_average() -> None:
+def moved(rounding: str, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """A weight (64, 64) of values in ±1 after SGD on these gradients, in units of its rows."""
+    torch.manual_seed(2)
     base = torch.nn.Linear(64, 64, bias=False)
     base.weight.data.uniform_(-1, 1)
-    layer = Int8Linear(base, exact=False)
-    train = replace(SGD, momentum=0.0, clip=0.0)
-    moves = Qas({"a.weight": layer.weight}, {"a.weight": layer}, Recipe(train=train), None)
-    start = layer.dense_weight().clone()
+    layer = Int8Linear(base, exact=rounding == "none")
+    recipe = Recipe(update=UpdateConfig(rounding=rounding), train=replace(SGD, momentum=0.0, clip=0.0))
+    moves = Qas({"a.weight": layer.weight}, {"a.weight": layer}, recipe, None)
     moves.set_rate(1.0)
-    for _ in range(20):
-        layer.weight.grad = torch.full((64, 64), 1e-4)  # a step is about 1/80 of a unit
+    for gradient in gradients:
+        layer.weight.grad = gradient.clone()
         with moves.last_pass(1.0):
             pass
         moves.step()
-    inside = start.abs() < 0.9  # what is at the end of its range cannot go on
-    moved = (start - layer.dense_weight())[inside]
-    assert float(moved.mean()) == pytest.approx(20e-4, rel=0.1)
+    return layer.codes.float()
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    start = moved("none", [])
+    inside = start.abs() < 110  # what is at the end of its range cannot go on
+    small_steps = [torch.full((64, 64), 1e-4)] * 20  # of about 1/80 of a unit
+    exact = (start - moved("none", small_steps))[inside].mean()
+    assert float((moved("stochastic", []) - moved("stochastic", small_steps))[inside].mean()) == pytest.approx(
+        float(exact), rel=0.1
+    )
+    assert torch.equal(moved("nearest", small_steps), moved("nearest", []))
+
+
+def test_what_is_carried_over_is_not_lost() -> None:
+    """Off by no more than rounding, a quarter of a unit in the mean, however many steps there were."""
+    torch.manual_seed(3)
+    steps = [1e-3 * torch.randn(64, 64) for _ in range(60)]  # of about 1/8 of a unit
+    exact = moved("none", steps) - moved("none", [])
+    inside = moved("none", []).abs() < 110
+    off = {
+        name: float((moved(name, steps) - moved(name, []) - exact)[inside].abs().mean())
+        for name in ("carry", "stochastic")
+    }
+    assert off["carry"] < 0.3
+    assert off["stochastic"] > 4 * off["carry"]
 
 
 # ---------------------------------------------------------------- blocks in turns
@@ -490,6 +514,7 @@ RUNS = {
     "tinytl": ("tinytl", "how.compile=on"),
     "qas": ("qas-int8", "update.norms=true", "how.compile=on"),
     "qas, sgd": ("qas-int8", "train.optimizer=sgd", "how.optimizer_state=8bit", "how.compile=off"),
+    "qas, carry": ("qas-int8", "update.rounding=carry", "how.compile=on"),
     "cycle": ("cycle", "update.cycle_blocks=1", "update.cycle_steps=1", "how.compile=on"),
     "cycle, int8": ("qas-int8", "update.cycle_blocks=1", "update.cycle_steps=2", "how.compile=off"),
 }

@@ -26,6 +26,7 @@ from edgeft.train.optimizer import EPS, Optimizer
 
 Tensor = torch.Tensor
 Draw = np.random.Generator
+CARRY = 254  # parts of a unit that a byte counts, half a unit to both sides
 PIECE = 1 << 20  # weights that are float32 at a time while they are updated
 
 
@@ -96,14 +97,23 @@ class Qas(Optimizer):
                 step = self._adam(kept, layer, piece, gradient, draw).div_(scales if self.update.qas else 1.0)
                 step.add_(codes, alpha=self.lr * self.train.weight_decay)
             if codes.dtype == torch.int8:
-                codes.copy_(self._rounded(codes - step, draw).clamp_(-LARGEST, LARGEST))
+                self._put(kept, layer, piece, step.neg_().add_(codes), draw)
             else:
                 codes.sub_(step)
 
-    def _rounded(self, values: Tensor, draw: Draw) -> Tensor:
-        if self.update.rounding == "nearest":
-            return values.round_()
-        return by_chance(values, draw)
+    def _put(self, kept: dict[str, Any], layer: Int8Linear, piece: slice, values: Tensor, draw: Draw) -> None:
+        """Where W̄ should be, rounded."""
+        if self.update.rounding == "stochastic":
+            layer.codes[piece] = by_chance(values, draw).clamp_(-LARGEST, LARGEST)
+            return
+        carry = None
+        if self.update.rounding == "carry":
+            carry = kept.setdefault("carry", torch.zeros_like(layer.codes))[piece]  # in parts of a unit
+            values.add_(carry, alpha=1 / CARRY)
+        nearest = values.round().clamp_(-LARGEST, LARGEST)
+        layer.codes[piece] = nearest
+        if carry is not None:
+            carry.copy_(by_chance(values.sub_(nearest).mul_(CARRY), draw).clamp_(-LARGEST, LARGEST))
 
     def _sgd(self, kept: dict[str, Any], layer: Int8Linear, piece: slice, gradient: Tensor, draw: Draw) -> Tensor:
         """With momentum: how far W̄ goes."""
