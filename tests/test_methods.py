@@ -407,7 +407,7 @@ def test_moments_of_8_bits_learn_as_well(small: Callable[[str], Path], method: s
     _, wanted = learned(path, exact, train)
     _, small_ones = learned(path, exact, train, HowConfig(optimizer_state="8bit"))
     assert wanted[-1] < 0.9 * wanted[0]
-    assert small_ones[-1] == pytest.approx(wanted[-1], rel=0.05)
+    assert small_ones[0] - small_ones[-1] == pytest.approx(wanted[0] - wanted[-1], rel=0.05)
 
 
 def test_in_place_is_the_same_step(small: Callable[[str], Path]) -> None:
@@ -513,7 +513,7 @@ RUNS = {
     "biases": ("bias-norm", "how.compile=on"),
     "tinytl": ("tinytl", "how.compile=on"),
     "qas": ("qas-int8", "update.norms=true", "how.compile=on"),
-    "qas, sgd": ("qas-int8", "train.optimizer=sgd", "how.optimizer_state=8bit", "how.compile=off"),
+    "qas, sgd": ("qas-int8", "train.optimizer=sgd", "train.lr=0.1", "how.optimizer_state=8bit", "how.compile=off"),
     "qas, carry": ("qas-int8", "update.rounding=carry", "how.compile=on"),
     "cycle": ("cycle", "update.cycle_blocks=1", "update.cycle_steps=1", "how.compile=on"),
     "cycle, int8": ("qas-int8", "update.cycle_blocks=1", "update.cycle_steps=2", "how.compile=off"),
