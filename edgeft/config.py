@@ -79,7 +79,10 @@ class PartConfig:
 @dataclass
 class UpdateConfig:
     method: str = knob(
-        "sparse", "sparse: the chosen tensors themselves; lora: PEFT adapters on them", choices=("sparse", "lora")
+        "sparse",
+        "sparse: the chosen tensors themselves; lora: PEFT adapters on them; tinytl: lite residual branches beside "
+        "them; qas: the chosen tensors, as int8 with a scale for each row",
+        choices=("sparse", "lora", "tinytl", "qas"),
     )
     blocks: Any = knob("10%-67%", "6 = top six; '11-19'; [3, 7]; '10%-67%' of the depth; 'all'")
     tensors: list[str] = knob(list(TENSORS), "linear tensors of these blocks", choices=TENSORS)
@@ -102,8 +105,19 @@ class UpdateConfig:
     )
     norms: bool = knob(False, "train the RMSNorm weights of these blocks")
     weights: bool = knob(True, "train the weights of the chosen tensors (false: only biases and norms)")
-    rank: int = knob(16, "LoRA rank", low=1, high=1024)
-    alpha: float = knob(32.0, "LoRA scale: alpha / rank", low=0.0)
+    rank: int = knob(16, "rank of LoRA's adapters and of lite branches", low=1, high=1024)
+    alpha: float = knob(32.0, "their scale: alpha / rank", low=0.0)
+    qas: bool = knob(
+        True, "int8 weights move as float32 ones would, whatever their scales; false only shows what that does"
+    )
+    rounding: str = knob(
+        "stochastic",
+        "of int8 weights: stochastic is right on average; carry: what is cut off is added to the next step, a byte "
+        "more for each weight; none: they are float32 in truth, to see what rounding does",
+        choices=("stochastic", "carry", "nearest", "none"),
+    )
+    cycle_blocks: int = knob(0, "train so many neighbouring blocks at a time; 0 = all at once", low=0)
+    cycle_steps: int = knob(10, "after so many steps it is the turn of other blocks", low=1)
 
 
 @dataclass
@@ -117,11 +131,13 @@ class TrainConfig:
     )
     warmup: float = knob(0.05, "share of the steps with rising learning rate", low=0.0, high=1.0)
     final_lr: float = knob(0.05, "learning rate at the end, as a share of the peak", low=0.0, high=1.0)
-    weight_decay: float = knob(0.0, "AdamW's decoupled weight decay", low=0.0)
+    optimizer: str = knob("adamw", "adamw, or sgd with momentum", choices=("adamw", "sgd"))
+    momentum: float = knob(0.9, "of sgd", low=0.0, high=0.9999)
+    weight_decay: float = knob(0.0, "weight decay, decoupled in AdamW", low=0.0)
     beta1: float = knob(0.9, "AdamW", low=0.0, high=0.9999)  # at 1 its bias correction divides by zero
     beta2: float = knob(0.99, "AdamW", low=0.0, high=0.9999)
     clip: float = knob(1.0, "largest norm of the whole gradient; 0 = no clipping", low=0.0)
-    seed: int = knob(0, "order of the rows, LoRA's start", low=0)
+    seed: int = knob(0, "order of the rows and blocks, adapters' start, rounding", low=0)
     order: str = knob(
         "grouped",
         "grouped: rows that share a long prefix stand in the same step; shuffled: every row on its own",

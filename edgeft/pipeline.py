@@ -192,6 +192,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     progress.line(
         f"scheme: {run.recipe.update.method}, blocks {scheme.blocks[0]} to {scheme.blocks[-1]} of {stack.depth} "
         f"(cut at {scheme.cut}), {trained / 1e6:.2f} M parameters trained"
+        + (f", {scheme.cycle_blocks} blocks at a time" if scheme.cycle_blocks else "")
     )
     run.log(event="scheme", cut=scheme.cut, blocks=list(scheme.blocks), trained_parameters=trained)
     trainer = Trainer(run, stack, scheme, parameters, rows, heldout, progress)
@@ -206,6 +207,7 @@ def trained_stack(
     run: Run, progress: Progress = Progress(), engine: Engine | None = None, spare_memory: bool = False
 ) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The run's model with its best checkpoint loaded."""
+    from edgeft.sparse import scheme as schemes
     from edgeft.train.loop import load_trained
 
     if not run.best.is_file():
@@ -214,7 +216,7 @@ def trained_stack(
         )
     how = replace(run.recipe.how, spare_memory=spare_memory)
     stack, scheme, parameters = build(replace(run.recipe, how=how), engine)
-    load_trained(parameters, run, progress)
+    load_trained(schemes.stored(stack, parameters), run, progress)
     return stack, scheme, parameters
 
 

@@ -103,8 +103,8 @@ def trained_parameters(shape: Shape, scheme: Scheme) -> int:
     for block in scheme.blocks:
         for tensor, rows, cols in shape.linears():
             share = scheme.share(block, tensor)
-            if share and scheme.method == "lora":
-                total += scheme.rank * (rows + cols)
+            if share and scheme.method in ("lora", "tinytl"):  # of a lite branch, B alone
+                total += scheme.rank * (rows + (cols if scheme.method == "lora" else 0))
             elif share:
                 total += rows * channel_count(share, cols)
             total += rows if scheme.biased(block, tensor) else 0

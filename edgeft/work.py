@@ -39,6 +39,8 @@ def step_flops(
             rows = asked if number == shape.depth - 1 and name not in ("k", "v") else tokens
             if share and scheme.method == "lora":  # forward, input gradient and weight gradient of both small matrices
                 updated += 6.0 * scheme.rank * (outputs + inputs) * rows
+            elif share and scheme.method == "tinytl":  # A has no gradient
+                updated += scheme.rank * (6.0 * outputs + 4.0 * inputs) * rows
             elif share:
                 updated += 2.0 * outputs * channel_count(share, inputs) * rows
     return forward + above + updated + (1 + ATTENTION_BACK) * attention + 2 * head

@@ -15,7 +15,7 @@ from edgeft import config
 from edgeft.config import Device, HowConfig, Recipe, apply_sets, build, load_device, load_recipe, resolve
 from edgeft.errors import ConfigError
 
-RECIPES = ["bias-norm", "full", "lora", "qlora", "sparse-bp"]
+RECIPES = ["bias-norm", "cycle", "full", "lora", "qas-int8", "qlora", "sparse-bp", "tinytl"]
 DEVICES = ["jetson-orin-nano", "laptop-16gb", "laptop-8gb", "mac-m-series", "rpi4", "rpi5", "rpi5-16gb"]
 MACHINE = "ram_bytes: 1000\nbudget_bytes: 500\n"
 
@@ -81,6 +81,11 @@ def refused(error: pytest.ExceptionInfo[ConfigError], *words: str) -> None:
         ("update: {method: lroa}", ["`update.method`", "'lroa'", "did you mean `lora`?"]),
         ("update: {tensors: [q, w]}", ["`update.tensors`", "'w'", "known: q, k, v, o, gate, up, down"]),
         ("update: {tensors: [q, 3]}", ["`update.tensors`", "'3'"]),
+        ("update: {channels: 0.3}", ["`update.channels`", "0.3"]),
+        ("update: {channels: 0}", ["`update.channels`", "0.0"]),
+        ("update: {parts: {blocks: 3}}", ["`update.parts`", "a list"]),
+        ("update: {parts: [3]}", ["`update.parts.0`", "a table of keys"]),
+        ("update: {parts: [{blocks: 3, tensor: [q]}]}", ["`update.parts.0.tensor`", "did you mean `tensors`?"]),
         ("model: {frozen: fp4}", ["`model.frozen`", "did you mean `nf4`?"]),
         # not a table, not YAML
         ("", ["holds no table of keys"]),

@@ -25,6 +25,7 @@ from tests.test_tree import ROWS
     [
         UpdateConfig(blocks=[22, 25], tensors=["q", "k", "v", "o", "up", "down"]),
         UpdateConfig(blocks=[27, 29], tensors=["q", "v"]),
+        UpdateConfig(blocks=[22, 25], tensors=["q", "k", "v", "o", "up", "down"], channels=0.25),
     ],
 )
 def test_products_are_those_counted(model: Path, update: UpdateConfig) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 from edgeft.model.kernels import Kernels, Plan, heads
 from edgeft.model.packed import PackedLinear
 from edgeft.model.pool import pool
+from edgeft.model.recompute import recomputed
 
 Tensor = torch.Tensor
 Pending = tuple[Tensor, Tensor | None]  # the residual stream, and what is still to be added to it
@@ -25,32 +27,58 @@ Pending = tuple[Tensor, Tensor | None]  # the residual stream, and what is still
 # ---------------------------------------------------------------- linear layers
 
 
+SLOTS = 5  # tensors of a layer that may be trained
+
+
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer whose weight can be had as a matrix, perhaps with a LoRA adapter: y = x Wᵀ + b + scale x Aᵀ Bᵀ."""
+    """A linear layer whose weight can be had as a matrix: y = x Wᵀ + b, with an adapter + scale x Aᵀ Bᵀ.
 
-    base: Any  # nn.Linear or PackedLinear
-    down: nn.Parameter | None = None  # A (r, I)
+    Of W all may be trained, or some columns, `part`, which stand in for those of `base`.
+    """
+
+    base: Any  # nn.Linear, PackedLinear, or a layer that makes its weight by `operand`
+    bias: nn.Parameter | None
+    down: Tensor | None = None  # A (r, I): trained by LoRA, fixed in a lite branch
     up: nn.Parameter | None = None  # B (O, r)
     scale: float = 0.0
+    part: nn.Parameter | None = None  # (O, C)
+    columns: Tensor | None = None  # (C,) where they stand
 
     def trained(self) -> list[Tensor | None]:
-        """What autograd must see: (weight, bias, A, B), None for what is frozen or not there."""
-        frozen = isinstance(self.base, PackedLinear)
+        """What autograd must see: (weight, bias, A, B, part), None for what is frozen or not there."""
+        weight = None if isinstance(self.base, PackedLinear) else self.base.weight
         return [
-            None if t is None or not t.requires_grad else t
-            for t in (None if frozen else self.base.weight, self.base.bias, self.down, self.up)
+            None if t is None or not t.requires_grad else t for t in (weight, self.bias, self.down, self.up, self.part)
         ]
+
+    @property
+    def width(self) -> int:
+        """Numbers per token that the gradient of a part, or of B, reads."""
+        if self.columns is not None:
+            return len(self.columns)
+        return 0 if self.down is None else len(self.down)
+
+    def reads(self, x: Tensor, way: Way) -> Tensor:
+        """These numbers (T, width), from the layer's input."""
+        if self.columns is not None:
+            return torch.index_select(x, 1, self.columns, out=pool.take(len(x), len(self.columns), x.dtype))
+        assert self.down is not None
+        return way.product(x, _small(self.down, way).T)
 
 
 def as_layer(module: Any) -> Layer | None:
     """None: a layer that is called as it is (bitsandbytes')."""
     if type(module) in (nn.Linear, PackedLinear):
-        return Layer(module)
+        return Layer(module, module.bias)
+    if hasattr(module, "as_layer"):  # those of sparse/layers.py
+        made: Layer | None = module.as_layer()
+        return made
     base = getattr(module, "base_layer", None)
     if type(base) not in (nn.Linear, PackedLinear) or list(getattr(module, "lora_A", ())) != ["default"]:
         return None
-    return Layer(base, module.lora_A["default"].weight, module.lora_B["default"].weight, module.scaling["default"])
+    down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
+    return Layer(base, base.bias, down, up, module.scaling["default"])
 
 
 def as_layers(modules: Sequence[Any]) -> tuple[Layer, ...] | None:
@@ -63,7 +91,7 @@ def as_layers(modules: Sequence[Any]) -> tuple[Layer, ...] | None:
 class Way:
     """How blocks are computed."""
 
-    kernels: Kernels
+    kernels: Kernels | None  # None: products in plain torch, all that a single layer needs
     prune: bool = True  # false: gradients that nobody uses are computed and thrown away, to see what they cost
     half: bool = False  # products of bf16 operands; sums inside a product and everything between products are float32
 
@@ -93,11 +121,19 @@ def _full(x: Tensor, rows: int) -> Tensor:
     return x if x.dtype == torch.float32 else pool.take(rows, x.shape[1]).copy_(x[:rows])
 
 
-def _weight(base: Any, way: Way) -> Tensor:
+def _weight(layer: Layer, way: Way) -> Tensor:
     """As a product reads it."""
+    base = layer.base
     if isinstance(base, PackedLinear):
-        return base.packed.operand(way.kernels, half=way.half)
-    return _small(base.weight, way)
+        found = base.packed.operand(way.kernels, half=way.half)
+    elif isinstance(base, nn.Linear):
+        found = _small(base.weight, way)
+    else:
+        found = base.operand(way.half)
+    if layer.part is not None and layer.columns is not None:
+        # in the buffer that the next weight overwrites, or in the base's own: nobody else reads these columns of it
+        found.scatter_(1, layer.columns.expand(len(found), -1), layer.part.to(found.dtype))
+    return found
 
 
 def _small(weight: Tensor, way: Way) -> Tensor:
@@ -108,20 +144,43 @@ def _trained(layers: tuple[Layer, ...]) -> list[Tensor | None]:
     return [t for layer in layers for t in layer.trained()]
 
 
-def _keeps_input(flags: Sequence[bool], way: Way) -> bool:
-    """Does a backward pass with these of (weight, bias, A, B) trained read the layer's input?"""
-    return flags[0] or flags[2] or flags[3] or not way.prune
+def _flags(trained: Sequence[Tensor | None]) -> list[list[bool]]:
+    """For each layer, which of (weight, bias, A, B, part) are trained."""
+    return [[t is not None for t in trained[n : n + SLOTS]] for n in range(0, len(trained), SLOTS)]
 
 
-def _forward(layer: Layer, x: Tensor, way: Way) -> Tensor:
-    """x and what comes out: operands."""
-    out = way.product(x, _weight(layer.base, way).T)
-    if layer.base.bias is not None:
-        out += layer.base.bias
+def _reads_all(flags: Sequence[bool], way: Way) -> bool:
+    """Does a backward pass with these trained read the layer's whole input?"""
+    return flags[0] or flags[2] or not way.prune
+
+
+def _reads_part(flags: Sequence[bool]) -> bool:
+    """Or what `Layer.reads` makes of it?"""
+    return flags[3] or flags[4]
+
+
+def _kept(
+    layers: Sequence[Layer], flags: Sequence[Sequence[bool]], x: Tensor, mids: Sequence[Tensor | None], way: Way
+) -> list[Tensor | None]:
+    """What the backward pass needs of an input that several layers read: all of it, or for each layer its part."""
+    none: list[Tensor | None] = [None] * len(layers)
+    parts = [_reads_part(flag) for flag in flags]
+    numbers = sum(layer.width for layer, wanted in zip(layers, parts, strict=True) if wanted)
+    if any(_reads_all(flag, way) for flag in flags) or numbers >= x.shape[1]:
+        return [x, *none]
+    found = zip(layers, parts, mids, strict=True)
+    return [None, *((layer.reads(x, way) if mid is None else mid) if part else None for layer, part, mid in found)]
+
+
+def _forward(layer: Layer, x: Tensor, way: Way) -> tuple[Tensor, Tensor | None]:
+    """(y, x Aᵀ of an adapter); x and what comes out are operands."""
+    out, mid = way.product(x, _weight(layer, way).T), None
+    if layer.bias is not None:
+        out += layer.bias
     if layer.down is not None and layer.up is not None:
         mid = way.product(x, _small(layer.down, way).T)  # (T, r)
         out.addmm_(mid, _small(layer.up, way).T, alpha=layer.scale)
-    return out
+    return out, mid
 
 
 def _backward(
@@ -129,30 +188,42 @@ def _backward(
     flags: Sequence[bool],
     dy: Tensor,
     x: Tensor | None,
+    part: Tensor | None,
     way: Way,
     rows: int,
     wanted: bool,
     dx: Tensor | None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(dx with this layer's part, if wanted; gradients of (weight, bias, A, B) for autograd).
+    """(dx with this layer's part, if wanted; gradients of (weight, bias, A, B, part) for autograd).
 
-    dy and x are operands of so many rows; the weight's gradient is added where it belongs.
+    dy and x are operands of so many rows, part what the layer reads of x where x is not there; gradients of a weight or
+    some of its columns are added where they belong.
     """
-    grads: list[Tensor | None] = [None] * 4
+    grads: list[Tensor | None] = [None] * SLOTS
     if wanted:
-        dx = _add(dx, dy, _weight(layer.base, way), way, rows)
-    if flags[0] or not way.prune:
+        dx = _add(dx, dy, _weight(layer, way), way, rows)
+    if not (flags[0] or way.prune):  # asked for by `how.prune: false`, to see what it costs
         assert x is not None
-        _add_weight_gradient(layer.base, flags[0], dy, x)
+        dy.T @ x
+    if flags[0]:
+        assert x is not None
+        _add_gradient(layer.base.weight, dy, x)
     if flags[1]:
         grads[1] = dy.sum(0, dtype=torch.float32)
-    if layer.down is not None and layer.up is not None:
+    if part is None and x is not None and _reads_part(flags):
+        part = layer.reads(x, way)
+    if flags[4]:
+        assert layer.part is not None
+        assert part is not None
+        _add_gradient(layer.part, dy, part)
+    if flags[3]:
+        assert part is not None
+        grads[3] = (dy.T @ part).float().mul_(layer.scale)
+    if layer.down is not None and layer.up is not None and (flags[2] or wanted):
         dmid = way.product(dy, _small(layer.up, way)).mul_(layer.scale)  # (T, r)
-        if flags[2] or flags[3]:
+        if flags[2]:
             assert x is not None
-            mid = way.product(x, _small(layer.down, way).T)
             grads[2] = (dmid.T @ x).float()
-            grads[3] = (dy.T @ mid).float().mul_(layer.scale)
         if wanted:
             dx = _add(dx, dmid, _small(layer.down, way), way, rows)
     return dx, grads
@@ -165,56 +236,55 @@ def _add(sum_: Tensor | None, x: Tensor, y: Tensor, way: Way, rows: int) -> Tens
     return sum_.add_(way.product(x, y)[:rows]) if way.half else sum_.addmm_(x, y)
 
 
-def _add_weight_gradient(base: Any, trained: bool, dy: Tensor, x: Tensor) -> None:
+def _add_gradient(parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
     """dyᵀ x of two operands."""
-    if not trained:  # asked for by `how.prune: false`, to see what it costs
-        dy.T @ x
-        return
-    if base.weight.grad is None:
-        base.weight.grad = (dy.T @ x).float()
+    if parameter.grad is None:
+        parameter.grad = (dy.T @ x).float()
     elif x.dtype == torch.float32:
-        base.weight.grad.addmm_(dy.T, x)
+        parameter.grad.addmm_(dy.T, x)
     else:
-        base.weight.grad += dy.T @ x
-    ready = getattr(base.weight, "gradient_ready", None)  # autograd's own hooks do not see what is added here
+        parameter.grad += dy.T @ x
+    ready = getattr(parameter, "gradient_ready", None)  # autograd's own hooks do not see what is added here
     if ready is not None:
-        ready(base.weight)
+        ready(parameter)
 
 
 class _Linears(torch.autograd.Function):
-    """Several layers over the same input x (T, I)."""
+    """Several layers over the same input x (T, I); shared: it is kept for the backward pass by others anyway."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layers: tuple[Layer, ...], way: Way, *trained: Tensor | None
+        ctx: Any, x: Tensor, layers: tuple[Layer, ...], way: Way, shared: bool, *trained: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.layers, ctx.flags, ctx.way = layers, [t is not None for t in trained], way
+        ctx.layers, ctx.flags, ctx.way = layers, _flags(trained), way
         given = way.operand(x)
-        keep = any(_keeps_input(ctx.flags[4 * n : 4 * n + 4], way) for n in range(len(layers)))
-        ctx.save_for_backward(given if keep else None)
+        outs, mids = zip(*(_forward(layer, given, way) for layer in layers), strict=True)
+        if shared and given is x and any(_reads_part(flag) for flag in ctx.flags):
+            ctx.save_for_backward(x, *(None for _ in layers))
+        else:
+            ctx.save_for_backward(*_kept(layers, ctx.flags, given, mids, way))
         ctx.set_materialize_grads(False)
-        return tuple(_full(_forward(layer, given, way), len(x)) for layer in layers)
+        return tuple(_full(out, len(x)) for out in outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (x,) = ctx.saved_tensors
+        x, *parts = ctx.saved_tensors
         dx = None
         found: list[Tensor | None] = []
-        for number, (layer, gradient) in enumerate(zip(ctx.layers, grads, strict=True)):
-            flags = ctx.flags[4 * number : 4 * number + 4]
-            more: list[Tensor | None] = [None] * 4
+        for layer, flags, part, gradient in zip(ctx.layers, ctx.flags, parts, grads, strict=True):
+            more: list[Tensor | None] = [None] * SLOTS
             if gradient is not None:
                 dy = ctx.way.operand(gradient)
-                dx, more = _backward(layer, flags, dy, x, ctx.way, len(gradient), ctx.needs_input_grad[0], dx)
+                dx, more = _backward(layer, flags, dy, x, part, ctx.way, len(gradient), ctx.needs_input_grad[0], dx)
             found += more
-        return dx, None, None, *found
+        return dx, None, None, None, *found
 
 
-def linears(x: Tensor, modules: tuple[nn.Module, ...], way: Way) -> tuple[Tensor, ...]:
+def linears(x: Tensor, modules: tuple[nn.Module, ...], way: Way, shared: bool = False) -> tuple[Tensor, ...]:
     layers = as_layers(modules)
     if layers is None:
         return tuple(module(x).contiguous() for module in modules)
-    found: tuple[Tensor, ...] = _Linears.apply(x, layers, way, *_trained(layers))
+    found: tuple[Tensor, ...] = _Linears.apply(x, layers, way, shared, *_trained(layers))
     return found
 
 
@@ -259,6 +329,16 @@ def add_norm(stream: Pending, module: Any, kernels: Kernels) -> tuple[Tensor, Te
     return total, y
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, more: Tensor) -> Tensor:
+        return torch.add(x, more, out=pool.like(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], grads[0]
+
+
 # ---------------------------------------------------------------- attention
 
 
@@ -295,37 +375,40 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: tuple[Layer, ...], way: Way, *trained: Tensor | None) -> Tensor:
-        ctx.layers, ctx.way, ctx.flags = layers, way, [t is not None for t in trained]
+        ctx.layers, ctx.way, ctx.flags = layers, way, _flags(trained)
         given = way.operand(x)
-        gate, up = _forward(layers[0], given, way), _forward(layers[1], given, way)
+        (gate, gate_mid), (up, up_mid) = _forward(layers[0], given, way), _forward(layers[1], given, way)
         keep = any(ctx.needs_input_grad)
         act = pool.like(gate) if keep else gate
+        assert way.kernels is not None
         way.kernels.swiglu(gate, up, act)
+        out, mid = _forward(layers[2], act, way)
         if keep:
-            reads = _keeps_input(ctx.flags[:4], way) or _keeps_input(ctx.flags[4:8], way)
-            ctx.save_for_backward(given if reads else None, gate, up)
-        return _full(_forward(layers[2], act, way), len(x))
+            kept = _kept(layers[:2], ctx.flags[:2], given, (gate_mid, up_mid), way)
+            ctx.save_for_backward(*kept, mid if ctx.flags[2][3] else None, gate, up)
+        return _full(out, len(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, gate, up = ctx.saved_tensors
+        x, gate_part, up_part, mid, gate, up = ctx.saved_tensors
         way: Way = ctx.way
-        rows, flags = len(grads[0]), [ctx.flags[n : n + 4] for n in (0, 4, 8)]
+        rows, flags, down = len(grads[0]), ctx.flags, ctx.layers[2]
         dy = way.operand(grads[0].contiguous())
         # what down reads is there only after its input's gradient is known
-        dact = way.product(dy, _weight(ctx.layers[2].base, way))
-        down = ctx.layers[2]
+        dact = way.product(dy, _weight(down, way))
         if down.down is not None and down.up is not None:
             dmid = way.product(dy, _small(down.up, way))
             dact.addmm_(dmid, _small(down.down, way), alpha=down.scale)
-        act = pool.like(gate) if _keeps_input(flags[2], way) else None
+        act = pool.like(gate) if _reads_all(flags[2], way) or flags[2][4] else None
+        assert way.kernels is not None
         way.kernels.swiglu_back(gate, up, dact, act)
         del dact
-        _, last = _backward(down, flags[2], dy, act, way, rows, False, None)
+        _, last = _backward(down, flags[2], dy, act, mid, way, rows, False, None)
         del act
         dx, found = None, []
-        for layer, flag, d in zip(ctx.layers, flags, (gate, up), strict=False):  # these are gradients now
-            dx, more = _backward(layer, flag, d, x, way, rows, ctx.needs_input_grad[0], dx)
+        for layer, flag, d, part in zip(ctx.layers, flags, (gate, up), (gate_part, up_part), strict=False):
+            # gate and up are their gradients now
+            dx, more = _backward(layer, flag, d, x, part, way, rows, ctx.needs_input_grad[0], dx)
             found += more
         return dx, None, None, *found, *last
 
@@ -367,6 +450,7 @@ class Runner:
 
     def __init__(self, way: Way, config: Any, tree: Any, rotary: tuple[Tensor, Tensor], threads: int) -> None:
         """rotary: cosines and sines (T, d)."""
+        assert way.kernels is not None
         self.way, self.kernels, self.tree, self.threads = way, way.kernels, tree, threads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.shape = heads(config.num_attention_heads, config.num_key_value_heads, width, width**-0.5)
@@ -379,6 +463,29 @@ class Runner:
         angles = (self.cos, self.sin, self.cos, self.sin)
         mixed = _Attend.apply(*self._qkv(block, h), angles, self.plan, self.shape, self.kernels)
         return self._after(block, x, mixed)
+
+    def frugal_block(self, block: Any, stream: Pending) -> Pending:
+        """As `block`, keeping the residual stream before each half and no more. Going back, what lies between is
+        computed again, but for o and down, which need nothing of it where their weights are not trained."""
+        x = stream[0] if stream[1] is None else _Sum.apply(*stream)
+        mixed, _ = recomputed(partial(self._mixed, block), (x, None))
+        (out,) = linears(mixed, (block.self_attn.o_proj,), self.way)
+        x = _Sum.apply(x, out)
+        act, _ = recomputed(partial(self._activated, block), (x, None))
+        (out,) = linears(act, (block.mlp.down_proj,), self.way)
+        return x, out
+
+    def _mixed(self, block: Any, stream: Pending) -> Pending:
+        """What o reads."""
+        _, h = add_norm(stream, block.input_layernorm, self.kernels)
+        angles = (self.cos, self.sin, self.cos, self.sin)
+        return _Attend.apply(*self._qkv(block, h), angles, self.plan, self.shape, self.kernels), None
+
+    def _activated(self, block: Any, stream: Pending) -> Pending:
+        """What down reads."""
+        _, h = add_norm(stream, block.post_attention_layernorm, self.kernels)
+        gate, up = linears(h, (block.mlp.gate_proj, block.mlp.up_proj), self.way)
+        return _Gate.apply(gate, up, self.kernels), None
 
     def last_block(self, block: Any, stream: Pending, asked: np.ndarray) -> Pending:
         """The last block, of which only the tokens `asked` are wanted: the others give keys and values alone."""
@@ -408,7 +515,7 @@ class Runner:
 
     def _after(self, block: Any, x: Tensor, mixed: Tensor) -> Pending:
         """What follows the attention."""
-        (out,) = linears(mixed, (block.self_attn.o_proj,), self.way)
+        (out,) = linears(mixed, (block.self_attn.o_proj,), self.way, shared=True)
         x, h = add_norm((x, out), block.post_attention_layernorm, self.kernels)
         return x, feed_forward(h, block.mlp, self.way)
 

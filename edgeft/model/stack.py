@@ -47,6 +47,7 @@ class Stack:
         self.arch, self.config, self.model = arch, config, model
         self.embed, self.head, self.source = embed, head, source
         self.recompute = False
+        self.frugal = False  # where no weight is trained: keep little of a block, and compute most of it again
         self.prune = True  # false: also gradients that nobody uses, to see what they cost
         self.kernels: Kernels | None = None  # None: transformers' own blocks in plain torch
         self.half = False  # products of bf16 operands from the cut on, by the kernels alone: the trunk runs only once
@@ -113,7 +114,7 @@ class Stack:
 
     def _through(self, function: Callable[..., Any], block: nn.Module, *streams: Pending) -> Any:
         """One block's function, whose activations are kept or computed again."""
-        if self.recompute and torch.is_grad_enabled():
+        if self.recompute and _goes_back(block, streams):
             return recomputed(partial(function, block), *streams)
         return function(block, *streams)
 
@@ -125,7 +126,8 @@ class Stack:
                 runner = Runner(*self._running(batch.positions, batch.tree, self.half))
                 stream: Pending = (hidden, None)
                 for block in self.layers[cut:-1]:
-                    stream = self._through(runner.block, block, stream)
+                    frugal = self.frugal and not self.recompute and _goes_back(block, (stream,))
+                    stream = self._through(runner.frugal_block if frugal else runner.block, block, stream)
                 stream = runner.last_block(self.layers[-1], stream, asked.numpy())
             else:
                 splitter = SplitRunner(batch.kept, *self._running(batch.positions, batch.tree, self.half))
@@ -190,10 +192,17 @@ class Stack:
         return weight_of(self.linear(block, tensor))
 
 
+def _goes_back(block: nn.Module, streams: Sequence[Pending]) -> bool:
+    """Is a gradient of anything in this block, or below it, wanted?"""
+    given = [tensor for stream in streams for tensor in stream if tensor is not None]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, *block.parameters()))
+
+
 def weight_of(module: nn.Module) -> torch.Tensor:
     """The dense float32 weight of any linear layer that a stack can hold."""
-    if isinstance(module, PackedLinear):
-        return module.dense_weight()
+    if hasattr(module, "dense_weight"):  # packed, or trained in part
+        dense: torch.Tensor = module.dense_weight()  # type: ignore[operator]
+        return dense
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     return weight.detach().float().clone()
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from edgeft.config import PartConfig, UpdateConfig
 from edgeft.errors import ConfigError
@@ -28,13 +30,16 @@ BLOCKS_HINT = "`6` is the top six, `11-19` a range, `[3, 7]` single ones, `37%-6
 class Scheme:
     """What is trained, by block and tensor; nothing else is."""
 
-    method: str  # sparse or lora
+    method: str  # sparse, lora, tinytl or qas
     shares: dict[tuple[int, str], float]  # of a weight's input channels, by (block, tensor): above 0
     biases: frozenset[tuple[int, str]] = frozenset()
     norms: frozenset[int] = frozenset()  # blocks
     choose: str = "weight"  # how channels are chosen where a share is below 1
     rank: int = 0
     alpha: float = 0.0
+    rounding: str = "stochastic"  # of int8 weights
+    cycle_blocks: int = 0  # trained at a time; 0: all
+    cycle_steps: int = 1
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
@@ -55,6 +60,28 @@ class Scheme:
 
     def normed(self, block: int) -> bool:
         return block in self.norms
+
+    def turn(self, step: int, seed: int) -> tuple[int, ...]:
+        """The blocks that this step trains: all, or neighbours, every group once before any comes again.
+
+        Neighbours, and not any blocks: gradients then pass only through those above the lowest of them.
+        """
+        if not self.cycle_blocks:
+            return self.blocks
+        groups = range(0, len(self.blocks), self.cycle_blocks)
+        round_, place = divmod(step // self.cycle_steps, len(groups))
+        start = groups[int(np.random.default_rng([seed, round_]).permutation(len(groups))[place])]
+        return self.blocks[start : start + self.cycle_blocks]
+
+    def only(self, blocks: tuple[int, ...]) -> Scheme:
+        """The scheme of these blocks alone."""
+        return replace(
+            self,
+            shares={key: share for key, share in self.shares.items() if key[0] in blocks},
+            biases=frozenset(key for key in self.biases if key[0] in blocks),
+            norms=self.norms & set(blocks),
+            cycle_blocks=0,
+        )
 
 
 def channel_count(share: float, inputs: int) -> int:
@@ -135,14 +162,25 @@ def make(update: UpdateConfig, depth: int, arch: str) -> Scheme:
         choose=update.choose,
         rank=update.rank,
         alpha=update.alpha,
+        rounding=update.rounding,
+        cycle_blocks=update.cycle_blocks,
+        cycle_steps=update.cycle_steps,
     )
     if not scheme.blocks:
         raise ConfigError("the recipe updates nothing", "turn on update.weights, update.biases or update.norms")
-    if scheme.method == "lora":
+    if scheme.method != "sparse":
         if not scheme.shares:
-            raise ConfigError("`update.method: lora` needs update.weights and update.tensors")
+            raise ConfigError(f"`update.method: {scheme.method}` needs update.weights and update.tensors")
         if min(scheme.shares.values()) < 1:
-            raise ConfigError("LoRA's adapters see all input channels", "use `--set update.channels=1`")
+            raise ConfigError(
+                f"`update.method: {scheme.method}` trains all input channels of a tensor",
+                "use `--set update.channels=1`, or `--set update.method=sparse`",
+            )
+    if scheme.cycle_blocks > len(scheme.blocks):
+        raise ConfigError(
+            f"`update.cycle_blocks` is {scheme.cycle_blocks}, and the recipe trains {len(scheme.blocks)} blocks",
+            "take fewer at a time, or 0 for all of them",
+        )
     return scheme
 
 
@@ -155,7 +193,7 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
     import torch
     from torch import nn
 
-    from edgeft.model.stack import _set, weight_of
+    from edgeft.model.stack import _set
 
     for parameter in stack.model.parameters():
         parameter.requires_grad_(False)
@@ -163,12 +201,9 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
         block = stack.layers[number]
         for tensor, (path, _) in LINEARS.items():
             module: Any = block.get_submodule(path)
-            if scheme.share(number, tensor) and scheme.method == "sparse":
-                linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-                linear.weight = nn.Parameter(weight_of(module))
-                linear.bias = module.bias
-                _set(block, path, linear)
-                module = linear
+            if scheme.share(number, tensor) and scheme.method != "lora":
+                module = _trainable(module, scheme, scheme.share(number, tensor), seed, f"layers.{number}.{path}")
+                _set(block, path, module)
             if scheme.biased(number, tensor):
                 start = (
                     torch.zeros(module.out_features) if module.bias is None else module.bias.detach().float().clone()
@@ -184,6 +219,51 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
     if scheme.method == "lora":
         _inject_lora(stack, scheme, seed)
     return {name: p for name, p in stack.model.named_parameters() if p.requires_grad}
+
+
+def _trainable(module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
+    """A layer to take a frozen one's place."""
+    from torch import nn
+
+    from edgeft.model.stack import weight_of
+    from edgeft.sparse import layers
+
+    if scheme.method == "tinytl":
+        return layers.LiteLinear(module, scheme.rank, scheme.alpha / scheme.rank, seed, name)
+    if scheme.method == "qas":
+        return layers.Int8Linear(module, exact=scheme.rounding == "none")
+    if share < 1:
+        count = channel_count(share, module.in_features)
+        return layers.SlicedLinear(module, layers.first_choice(module, count, scheme.choose))
+    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight_of(module))
+    linear.bias = module.bias
+    return linear
+
+
+def stored(stack: Stack, parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds, by name: all that training changes, and which channels it was decided to train."""
+    kept = {
+        name: value
+        for name, value in stack.model.named_buffers()
+        if name.rpartition(".")[2] in ("columns", "codes", "scales")
+    }
+    layers = int8(stack)
+    return {**{name: p for name, p in parameters.items() if name not in layers}, **kept}
+
+
+def int8(stack: Stack) -> dict[str, Any]:
+    """The layers whose weights are trained as int8, by the names of the parameters that stand for these."""
+    from edgeft.sparse.layers import Int8Linear
+
+    return {f"{name}.weight": m for name, m in stack.model.named_modules() if isinstance(m, Int8Linear)}
+
+
+def sliced(stack: Stack) -> list[Any]:
+    """The layers of which some channels are trained."""
+    from edgeft.sparse.layers import SlicedLinear
+
+    return [module for module in stack.model.modules() if isinstance(module, SlicedLinear)]
 
 
 def _inject_lora(stack: Stack, scheme: Scheme, seed: int) -> None:
@@ -210,6 +290,8 @@ def updated(stack: Stack, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
 
     Names: layers.11.self_attn.q_proj.weight, layers.3.mlp.up_proj.bias, layers.3.input_layernorm.weight.
     """
+    from torch import nn
+
     from edgeft.model.stack import weight_of
 
     for number in scheme.blocks:
@@ -223,8 +305,10 @@ def updated(stack: Stack, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
                 base = module.base_layer
                 yield f"{name}.weight", weight_of(base) + module.scaling["default"] * (up @ down).detach()
                 module = base
-            elif share:
+            elif share and isinstance(module, nn.Linear):  # trained itself: no copy
                 yield f"{name}.weight", module.weight.detach()
+            elif share:
+                yield f"{name}.weight", weight_of(module)
             if scheme.biased(number, tensor):
                 yield f"{name}.bias", module.bias.detach()
         if scheme.normed(number):

@@ -30,13 +30,17 @@ from edgeft.model.pool import pool
 from edgeft.model.stack import Batch, Stack
 from edgeft.plan import shape_of_config
 from edgeft.run import Run
+from edgeft.sparse import scheme as schemes
 from edgeft.sparse.scheme import Scheme
 from edgeft.stage import peak_bytes
 from edgeft.train import checkpoint, optimizer, trunk
 from edgeft.train.governor import Governor
 from edgeft.train.guard import Guard
 from edgeft.train.progress import Progress
+from edgeft.train.qas import Qas
 from edgeft.work import step_flops
+
+CHOOSING_ROWS = 16  # whose gradients decide which channels are trained
 
 
 @dataclass
@@ -123,14 +127,22 @@ class Trainer:
         progress: Progress,
     ) -> None:
         self.run, self.stack, self.scheme, self.parameters = run, stack, scheme, parameters
+        self.stored = schemes.stored(stack, parameters)
         self.progress = progress
         how = run.recipe.how
         stack.recompute, stack.supervised_only, stack.prune = how.recompute, how.supervised_only, how.prune
+        stack.frugal = scheme.method == "tinytl" or not scheme.shares  # layers that need no input: others keep little
         self.forest = Forest(train + heldout, share=how.tree)
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))
         self.schedule = Schedule(len(train), run.recipe.train, stack.width)
-        self.optimizer = optimizer.make(parameters, run.recipe.train, how, stack.kernels)
+        self.turn = scheme  # what the present step trains of it
+        layers = schemes.int8(stack)
+        self.optimizer = (
+            Qas(parameters, layers, run.recipe, stack.kernels)
+            if layers
+            else optimizer.make(parameters, run.recipe.train, how, stack.kernels)
+        )
         self.shape = shape_of_config(stack.config)
         self.step = 0
         self.best_loss = math.inf
@@ -147,6 +159,24 @@ class Trainer:
     def engine(self) -> str:
         """The code that computes, as the trunk's key names it."""
         return "kernels" if self.stack.kernels else "torch"
+
+    # ------------------------------------------------ before the first step
+
+    def _choose_channels(self) -> None:
+        """`update.choose: gradient`: a backward pass over a few rows, each on its own, whatever the micro-batches."""
+        layers = schemes.sliced(self.stack)
+        if self.scheme.choose != "gradient" or not layers:
+            return
+        for layer in layers:
+            layer.look()
+        order = epoch_order(self.forest, self.rows, self.run.recipe.train.seed, 0, grouped=False)
+        for row in order[:CHOOSING_ROWS]:
+            nodes, batch = self.forest.batch([row])
+            self.loss(nodes, batch).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.clear()
+        for layer in layers:
+            layer.choose()
+        self.progress.line(f"channels chosen by the gradients of {min(CHOOSING_ROWS, len(order))} rows")
 
     # ------------------------------------------------ one step
 
@@ -177,6 +207,18 @@ class Trainer:
             passed.flops += self.flops(batch)
         return passed
 
+    def _take_turn(self) -> None:
+        """`update.cycle_blocks`: other blocks than before are trained. What the optimiser knew of those before is gone:
+        when their turn comes again all others have moved, and moments of then would say little."""
+        blocks = self.scheme.turn(self.step, self.run.recipe.train.seed)
+        if blocks == self.turn.blocks:
+            return
+        self.turn = self.scheme.only(blocks)
+        active = {name for name in self.parameters if int(name.split(".")[1]) in blocks}
+        for name, parameter in self.parameters.items():
+            parameter.requires_grad_(name in active)
+        self.optimizer.keep(active)
+
     def _choose_tokens(self, batch: Batch, salt: int) -> None:
         """TokenTune: a random share of the tokens, the same when the step is taken again; trained ones always."""
         t = self.run.recipe.train
@@ -199,9 +241,9 @@ class Trainer:
         """What this batch needs, forward and backward."""
         asked = torch.unique(batch.at)
         seen = batch.positions + 1  # tokens that each one sees
-        return step_flops(
-            self.shape, self.scheme, len(seen), int(seen.sum()), len(asked), int(seen[asked].sum()), len(batch.targets)
-        )
+        sizes = len(seen), int(seen.sum()), len(asked), int(seen[asked].sum()), len(batch.targets)
+        below = [step_flops(self.shape, scheme, *sizes, back=False) for scheme in (self.scheme, self.turn)]
+        return step_flops(self.shape, self.turn, *sizes) + below[0] - below[1]
 
     def heldout_loss(self) -> float:
         """Mean nats per target over the held-out rows."""
@@ -238,6 +280,7 @@ class Trainer:
         self.progress.stage("train", schedule.steps)
         self.progress.advance(self.step)
         if self.step == 0:
+            self._choose_channels()
             begin = self.governor.worked_s()
             of = f"{len(self.rows)} rows" + (", bf16" if self.stack.half else "")
             self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
@@ -250,6 +293,7 @@ class Trainer:
             begin = self.governor.worked_s()
             lr = schedule.lr(self.step) * self.guard.rate
             self.optimizer.set_rate(lr)
+            self._take_turn()
             passed = self.backward(self.step_rows(self.step), stopping)
             if passed is None:
                 self.optimizer.clear()
@@ -310,7 +354,7 @@ class Trainer:
         if better:
             self.best_loss, self.best_step = loss, self.step
             begin = time.monotonic()
-            checkpoint.write(self.run.best, self.parameters, {"step": self.step, "heldout_loss": loss})
+            checkpoint.write(self.run.best, self.stored, {"step": self.step, "heldout_loss": loss})
             self.checkpoint_s += time.monotonic() - begin
 
     # ------------------------------------------------ numbers that went bad
@@ -340,7 +384,7 @@ class Trainer:
         """
         good = self.run.best if self.best_step else checkpoint.name(self.run.checkpoints, 0)
         self.optimizer.forget()
-        self._check_names(checkpoint.read(good, checkpoint.into(self.parameters))[0])
+        self._check_names(checkpoint.read(good, checkpoint.into(self.stored))[0])
         self.step = self.best_step
         self.guard.back()
         self._write()
@@ -351,7 +395,7 @@ class Trainer:
         self.progress.advance(self.step)
 
     def _check_names(self, tensors: dict[str, torch.Tensor]) -> None:
-        missing = self.parameters.keys() - tensors.keys()
+        missing = self.stored.keys() - tensors.keys()
         if missing:
             raise EdgeftError(f"a checkpoint of {self.run.path} lacks {min(missing)}", "it is of another recipe")
 
@@ -378,7 +422,7 @@ class Trainer:
 
     def _write(self) -> None:
         kept, numbers = self.optimizer.state()
-        tensors: dict[str, torch.Tensor] = {**self.parameters, **kept}
+        tensors: dict[str, torch.Tensor] = {**self.stored, **kept}
         state = {
             "optimizer": numbers,
             "step": self.step,
@@ -392,7 +436,7 @@ class Trainer:
 
     def _restore(self) -> None:
         tell = damage(self.run, self.progress)
-        found = checkpoint.newest(self.run.checkpoints, tell, checkpoint.into(self.parameters))
+        found = checkpoint.newest(self.run.checkpoints, tell, checkpoint.into(self.stored))
         if found is None:
             return
         tensors, state = found
@@ -430,17 +474,17 @@ def damage(run: Run, progress: Progress) -> checkpoint.Tell:
     return tell
 
 
-def load_trained(parameters: dict[str, nn.Parameter], run: Run, progress: Progress) -> dict[str, Any]:
-    """The best checkpoint's tensors into a stack that has the scheme applied."""
+def load_trained(stored: dict[str, torch.Tensor], run: Run, progress: Progress) -> dict[str, Any]:
+    """The best checkpoint's tensors into a stack that has the scheme applied; stored: where each belongs."""
     done = run.read_json(run.done) or {}
     wrong = f"{run.best} is not of this model and recipe", "export with the model that the run was made with"
     try:
-        place = checkpoint.into(parameters)
+        place = checkpoint.into(stored)
         tensors, state = checkpoint.best(run, int(done.get("best_step", 0)), damage(run, progress), place)
     except RunError:
         raise
     except EdgeftError:  # a tensor of another shape
         raise DamagedError(*wrong) from None
-    if parameters.keys() - tensors.keys():
+    if stored.keys() - tensors.keys():
         raise DamagedError(*wrong)
     return state

@@ -1,4 +1,4 @@
-"""AdamW over the trained tensors: all together, or each as soon as its gradient is there.
+"""AdamW, or SGD, over the trained tensors: all together, or each as soon as its gradient is there.
 
 What it keeps can be written to a checkpoint and read again, bit for bit.
 """
@@ -49,14 +49,14 @@ class Optimizer:
         if not self.in_place:
             yield
             return
-        handles = []
-        for parameter in self.parameters.values():
+        handles, active = [], [p for p in self.parameters.values() if p.requires_grad]
+        for parameter in active:
             handles.append(parameter.register_post_accumulate_grad_hook(self._use))
             parameter.gradient_ready = self._use  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            for handle, parameter in zip(handles, self.parameters.values(), strict=True):
+            for handle, parameter in zip(handles, active, strict=True):
                 handle.remove()
                 del parameter.gradient_ready  # type: ignore[attr-defined]
 
@@ -87,6 +87,10 @@ class Optimizer:
         """As if no step had been taken."""
         self.clear()
         self.kept.clear()
+
+    def keep(self, names: set[str]) -> None:
+        """Forgets what it remembers of all others."""
+        self.kept = {name: kept for name, kept in self.kept.items() if name in names}
 
     def clear(self) -> None:
         for parameter in self.parameters.values():
@@ -192,13 +196,48 @@ class Plain(Optimizer):
         for part in self.parts:
             part.state.clear()
 
+    def keep(self, names: set[str]) -> None:
+        super().keep(names)
+        for name, parameter in self.parameters.items():
+            if name not in names:
+                self.of[name].state.pop(parameter, None)
+
     def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
         super().restore(tensors, numbers)
         for name, found in self.kept.items():
             self.of[name].state[self.parameters[name]] = found
 
 
+class Sgd(Optimizer):
+    """With momentum, as torch's."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, how: HowConfig) -> None:
+        super().__init__(parameters, train, how)
+        if how.optimizer_state != "fp32":
+            raise ConfigError(
+                "`train.optimizer: sgd` keeps its momentum as float32, unless weights are int8",
+                "--set how.optimizer_state=fp32, or --set update.method=qas",
+            )
+
+    def _square(self, gradient: torch.Tensor) -> float:
+        return float(gradient.norm()) ** 2
+
+    def _update(self, names: Iterable[str], factor: float) -> None:
+        for name in names:
+            parameter = self.parameters[name].detach()
+            gradient = self.parameters[name].grad
+            assert gradient is not None
+            step = gradient.mul_(factor).add_(parameter, alpha=self.train.weight_decay)
+            if self.train.momentum:
+                if name not in self.kept:
+                    self.kept[name] = {"first": torch.zeros_like(parameter)}
+                step = self.kept[name]["first"].mul_(self.train.momentum).add_(step)
+            parameter.sub_(step, alpha=self.lr)
+
+
 def make(parameters: dict[str, nn.Parameter], train: TrainConfig, how: HowConfig, kernels: Kernels | None) -> Optimizer:
+    if train.optimizer == "sgd":
+        return Sgd(parameters, train, how)
     return Compiled(parameters, train, how, kernels) if kernels else Plain(parameters, train, how)
 
 

@@ -1,0 +1,634 @@
+"""The ways to train: some channels, biases and norms, lite branches, int8 weights, blocks in turns.
+
+Gradients are held to plain autograd through transformers' own models, in both engines.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from edgeft import config, pipeline
+from edgeft.config import HowConfig, Recipe, TrainConfig, UpdateConfig, build
+from edgeft.data.tree import Forest, epoch_order
+from edgeft.errors import ConfigError
+from edgeft.export.hf import export_hf
+from edgeft.model import kernels
+from edgeft.model.header import LINEARS
+from edgeft.model.hf import load_hf
+from edgeft.model.pool import _use_count, pool
+from edgeft.model.stack import Batch, Stack, load, weight_of
+from edgeft.run import Run
+from edgeft.sparse import scheme as schemes
+from edgeft.sparse.layers import Int8Linear, LiteLinear, largest
+from edgeft.train import checkpoint, optimizer
+from edgeft.train.loop import CHOOSING_ROWS
+from edgeft.train.progress import Progress
+from edgeft.train.qas import Qas
+from tests.conftest import small_rows
+from tests.test_hf import reference
+from tests.test_tree import ROWS
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+short_run = import_module("short_run")
+
+IDS = [1, 93, 198, 156, 28, 38, 159, 46, 47, 2, 198, 104, 52, 20, 253, 245, 100, 190, 17, 33]
+SHAPE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A random model of a family, in float32."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        import transformers
+
+        if family not in made:
+            torch.manual_seed(5)
+            model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SHAPE))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    scale = 0.3 if parameter.ndim == 1 else 1.0 if "embed" in name else 0.15
+                    parameter.copy_(torch.randn_like(parameter) * scale + (1.0 if "norm" in name else 0.0))
+            made[family] = tmp_path_factory.mktemp("small") / family
+            model.save_pretrained(made[family])
+        return made[family]
+
+    return make
+
+
+def batch() -> Batch:
+    from edgeft.model.attention import Tree
+
+    n = len(IDS)
+    ids = torch.tensor(IDS)
+    return Batch(ids, torch.arange(n), Tree.chain(n), torch.arange(n - 1), ids[1:])
+
+
+def loss_of(stack: Stack) -> torch.Tensor:
+    data = batch()
+    with torch.no_grad():
+        hidden = stack.embed(data.tokens)
+    return stack.head.loss(stack.top(hidden, data, 0), data.targets)
+
+
+def gradients(stack: Stack, parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    loss_of(stack).backward()  # type: ignore[no-untyped-call]
+    found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    for p in parameters.values():
+        p.grad = None
+    return found
+
+
+def as_trained(model: Any, stack: Stack) -> Any:
+    """transformers' model with the weights that the stack has: packed ones are not what was packed."""
+    for number, block in enumerate(model.model.layers):
+        for path, _ in LINEARS.values():
+            ours: Any = stack.layers[number].get_submodule(path)
+            theirs = block.get_submodule(path)
+            theirs.weight = torch.nn.Parameter(weight_of(ours))
+            if ours.bias is not None:
+                theirs.bias = torch.nn.Parameter(ours.bias.detach().clone())
+    return model
+
+
+ENGINES = ["torch", "kernels"]
+
+
+def built(path: Path, update: UpdateConfig, engine: str, frozen: str = "dense") -> tuple[Stack, schemes.Scheme, Any]:
+    stack = load_hf(str(path), frozen)
+    stack.kernels = stack.head.kernels = kernels.load() if engine == "kernels" else None
+    scheme = schemes.make(update, stack.depth, stack.arch)
+    return stack, scheme, schemes.apply(stack, scheme, 3)
+
+
+# ---------------------------------------------------------------- some channels
+
+SLICED = {
+    "parts": [
+        {"blocks": [0], "tensors": ["q", "k", "v", "gate", "up"], "channels": 0.25},  # parts of the input are kept
+        {"blocks": [1], "tensors": ["q", "v", "o", "down", "up"], "channels": 0.5, "biases": True, "norms": True},
+        {"blocks": [1], "tensors": ["k", "gate"], "channels": 1.0},  # the whole input is
+        {"blocks": [2], "tensors": ["q", "o", "down"], "channels": 0.125},
+    ]
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("frozen", ["dense", "int8"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_sliced_gradients_are_columns_of_plain_autograds(
+    small: Callable[[str], Path], family: str, frozen: str, engine: str
+) -> None:
+    path = small(family)
+    update = build(UpdateConfig, {**SLICED, "choose": "weight"}, "update")
+    stack, _, parameters = built(path, update, engine, frozen)
+    with torch.no_grad():
+        for name, parameter in parameters.items():  # away from where they began: columns must be read from the parts
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    model = as_trained(reference(path), stack)
+    for name, parameter in parameters.items():
+        if "norm" in name:
+            model.get_submodule(f"model.{name.removesuffix('.weight')}").weight = torch.nn.Parameter(parameter.detach())
+    whole = [name.replace(".part", ".weight") for name in parameters]
+    want = plain_small(model, whole)
+    for recompute in (False, True):
+        stack.recompute = recompute
+        got = gradients(stack, parameters)
+        assert got.keys() == parameters.keys()
+        for name in got:
+            full = want[name.replace(".part", ".weight")]
+            if name.endswith(".part"):
+                columns = stack.model.get_buffer(name.replace(".part", ".columns"))
+                assert len(columns) < full.shape[1]
+                assert got[name].shape == (full.shape[0], len(columns))
+                full = full[:, columns]
+            assert near(got[name], full) < 1e-4, name
+
+
+def plain_small(model: Any, names: list[str]) -> dict[str, torch.Tensor]:
+    """Plain autograd through all of transformers' model."""
+    parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+    for name in names:
+        parameters[f"model.{name}"].requires_grad_(True)
+    logits = model(torch.tensor([IDS])).logits[0, :-1]
+    torch.nn.functional.cross_entropy(logits, torch.tensor(IDS[1:]), reduction="sum").backward()
+    return {name: parameters[f"model.{name}"].grad for name in names}
+
+
+def test_channels_are_those_asked_for(small: Callable[[str], Path]) -> None:
+    for choose in ("weight", "first", "gradient"):
+        update = UpdateConfig(blocks=[1], tensors=["up"], channels=0.25, choose=choose)
+        stack, _, parameters = built(small("Llama"), update, "torch")
+        layer: Any = stack.linear(1, "up")
+        base = weight_of(layer.base)
+        columns = layer.columns.tolist()
+        assert columns == sorted(set(columns))
+        assert len(columns) == 32
+        if choose == "weight":
+            sizes = base.norm(dim=0)
+            assert sizes[columns].min() >= sizes[[c for c in range(128) if c not in columns]].max()
+        else:  # by gradients: until they are known
+            assert columns == list(range(32))
+        assert torch.equal(parameters["layers.1.mlp.up_proj.part"], base[:, columns])
+        assert torch.equal(weight_of(layer), base)
+
+
+# ---------------------------------------------------------------- what is kept for the backward pass
+
+
+@pytest.fixture
+def buffers() -> Any:
+    pool.resize(64)
+    yield pool
+    pool.resize(0)
+
+
+def kept(stack: Stack, cut: int, buffers: Any) -> int:
+    """Bytes of activations that are in use between the forward and the backward pass."""
+    assert _use_count is not None
+    _, rows = Forest(ROWS).batch(list(range(len(ROWS))))
+    hidden = stack.trunk(rows, cut)
+    buffers.resize(64)
+    loss = stack.head.loss(stack.top(hidden, rows, cut), rows.targets)
+    found = [s for same in buffers._free.values() for s, idle in same if _use_count(s._cdata) != idle]
+    loss.backward()  # type: ignore[no-untyped-call]
+    return sum(storage.nbytes() for storage in found)
+
+
+def prepared(model: Path, update: UpdateConfig) -> tuple[Stack, schemes.Scheme]:
+    stack = load(model, lean=True)
+    stack.kernels = stack.head.kernels = kernels.load()
+    scheme = schemes.make(update, stack.depth, stack.arch)
+    schemes.apply(stack, scheme, 0)
+    return stack, scheme
+
+
+def test_biases_and_lite_branches_keep_a_quarter_of_full_training(model: Path, buffers: Any) -> None:
+    found = {}
+    for name in ("full", "bias-norm", "tinytl"):
+        update = replace(config.load_recipe(name).update, blocks="last 12")
+        stack, scheme = prepared(model, update)
+        stack.frugal = name != "full"
+        found[name] = kept(stack, scheme.cut, buffers)
+    assert found["bias-norm"] <= found["full"] / 4
+    assert found["tinytl"] <= 1.2 * found["bias-norm"]
+
+
+def test_a_share_of_the_channels_keeps_that_share_of_the_inputs(model: Path, buffers: Any) -> None:
+    found = {}
+    for channels in (1.0, 0.25):
+        update = UpdateConfig(blocks="24-28", tensors=["q", "k", "v", "gate", "up"], channels=channels)
+        stack, scheme = prepared(model, update)
+        found[channels] = kept(stack, scheme.cut, buffers)
+    none = UpdateConfig(blocks="24-28", tensors=["q", "k", "v", "gate", "up"], biases=True, weights=False)
+    stack, scheme = prepared(model, none)
+    least = kept(stack, scheme.cut, buffers)  # what attention, norms and gates need
+    whole, part = found[1.0] - least, found[0.25] - least
+    assert whole == 5 * 2 * 64 * 4 * 576  # the input of q, k and v, and that of gate and up
+    assert part == 5 * (3 + 2) * 64 * 4 * 160  # each layer has its own channels
+
+
+def test_frugal_blocks_compute_the_same(model: Path) -> None:
+    update = UpdateConfig(method="tinytl", blocks="25-29", biases=True, norms=True, rank=4)
+    stack, scheme = prepared(model, update)
+    parameters = {name: p for name, p in stack.model.named_parameters() if p.requires_grad}
+    for name, parameter in parameters.items():
+        if "norm" not in name:
+            parameter.data.normal_(std=0.02)
+    _, rows = Forest(ROWS).batch(list(range(len(ROWS))))
+    found = []
+    for frugal in (False, True):
+        stack.frugal = frugal
+        loss = stack.head.loss(stack.top(stack.trunk(rows, scheme.cut), rows, scheme.cut), rows.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        found.append({name: p.grad for name, p in parameters.items()} | {"loss": loss.detach()})
+        for p in parameters.values():
+            p.grad = None
+    for name in found[0]:
+        assert near(found[1][name], found[0][name]) < 1e-5, name  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- lite branches
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_lite_gradients_are_plain_autograds(small: Callable[[str], Path], family: str, engine: str) -> None:
+    update = UpdateConfig(method="tinytl", blocks="all", biases=True, norms=True, rank=8, alpha=16.0)
+    stack, scheme, parameters = built(small(family), update, engine)
+    layers = {name: m for name, m in stack.model.named_modules() if isinstance(m, LiteLinear)}
+    assert len(layers) == 3 * 7
+    assert len([name for name in parameters if name.endswith("bias")]) == 3 * (7 if family == "Llama" else 3)
+    for name, value in schemes.updated(stack, scheme):  # it begins where the base is
+        if name.endswith("proj.weight"):
+            assert torch.equal(value, weight_of(layers[name.removesuffix(".weight")].base))
+    torch.manual_seed(1)
+    for layer in layers.values():
+        layer.up.data.normal_(std=0.05)
+    model = as_trained(reference(small(family)), stack)
+    whole = {name: re.sub(r"\.up$", ".weight", name) for name in parameters}
+    want = plain_small(model, list(whole.values()))
+    got = gradients(stack, parameters)
+    assert got.keys() == parameters.keys()
+    for name in got:
+        wanted = want[whole[name]]
+        if name.endswith(".up"):
+            wanted = 2.0 * wanted @ layers[name.removesuffix(".up")].down.T
+        assert near(got[name], wanted) < 1e-4, name
+
+
+def test_a_projection_comes_from_the_seed_and_the_name(small: Callable[[str], Path]) -> None:
+    update = UpdateConfig(method="tinytl", blocks=[0, 1], tensors=["q", "v"], rank=4)
+
+    def downs(seed: int) -> dict[str, torch.Tensor]:
+        stack = load_hf(str(small("Llama")), "dense")
+        parameters = schemes.apply(stack, schemes.make(update, 3, "llama"), seed)
+        assert schemes.stored(stack, parameters).keys() == parameters.keys()  # A is not stored
+        assert all(name.endswith(".up") for name in parameters)
+        return {name: m.down for name, m in stack.model.named_modules() if isinstance(m, LiteLinear)}
+
+    first, again, other = downs(1), downs(1), downs(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    different = [*first.values(), *other.values()]
+    assert all(not torch.equal(a, b) for i, a in enumerate(different) for b in different[:i])
+    for down in first.values():
+        torch.testing.assert_close(down.norm(dim=1), torch.ones(4))
+
+
+# ---------------------------------------------------------------- int8 weights
+
+
+def optimizer_of(stack: Stack, parameters: Any, update: UpdateConfig, train: TrainConfig, how: HowConfig) -> Any:
+    layers = schemes.int8(stack)
+    if not layers:
+        return optimizer.make(parameters, train, how, stack.kernels)
+    return Qas(parameters, layers, Recipe(update=update, train=train, how=how), stack.kernels)
+
+
+def learned(
+    path: Path, update: UpdateConfig, train: TrainConfig, how: HowConfig | None = None, steps: int = 12
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The weights after some steps on one row, and the losses on the way."""
+    how = how or HowConfig()
+    stack, scheme, parameters = built(path, update, "torch")
+    moves = optimizer_of(stack, parameters, update, train, how)
+    losses = []
+    for _ in range(steps):
+        moves.set_rate(train.lr)
+        loss = loss_of(stack)
+        losses.append(float(loss.detach()))
+        with moves.last_pass(losses[-1]):
+            loss.backward()  # type: ignore[no-untyped-call]
+        moves.step()
+    return dict(schemes.updated(stack, scheme)), losses
+
+
+INT8 = UpdateConfig(method="qas", blocks=[0, 2], tensors=["q", "v", "down"], biases=True, norms=True)
+SGD = TrainConfig(optimizer="sgd", lr=2e-3, clip=1.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_int8_gradients_are_plain_autograds(small: Callable[[str], Path], engine: str) -> None:
+    stack, _, parameters = built(small("Llama"), INT8, engine)
+    layers = schemes.int8(stack)
+    assert len(layers) == 6
+    for layer in layers.values():
+        assert layer.codes.dtype == torch.int8
+        assert layer.weight.untyped_storage().nbytes() == 4  # no float32 copy
+    assert not any(isinstance(m, torch.nn.Linear) for layer in layers.values() for m in layer.modules())
+    want = plain_small(as_trained(reference(small("Llama")), stack), list(parameters))
+    got = gradients(stack, parameters)
+    for name in want:
+        assert near(got[name], want[name]) < 1e-4, name
+
+
+def test_without_rounding_it_is_sgd_in_float32(small: Callable[[str], Path]) -> None:
+    path = small("Llama")
+    exact, losses = learned(path, replace(INT8, rounding="none"), SGD)
+    want, wanted = learned(path, replace(INT8, method="sparse"), SGD)
+    assert wanted[-1] < 0.9 * wanted[0]
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    for name in want:
+        assert near(exact[name], want[name]) < 1e-5, name
+
+
+def test_without_rounding_it_is_adamw_in_float32(small: Callable[[str], Path]) -> None:
+    path, train = small("Llama"), TrainConfig(lr=2e-3, weight_decay=0.1)
+    exact, losses = learned(path, replace(INT8, rounding="none"), train)
+    want, wanted = learned(path, replace(INT8, method="sparse"), train)
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    for name in want:
+        assert near(exact[name], want[name]) < 1e-3, name  # where a gradient is near zero, its sign is rounding's
+
+
+def test_scaling_is_what_makes_int8_learn(small: Callable[[str], Path]) -> None:
+    path = small("Llama")
+    weights = replace(INT8, biases=False, norms=False)
+    _, scaled = learned(path, weights, SGD)
+    plain, unscaled = learned(path, replace(weights, qas=False), SGD)
+    _, nearest = learned(path, replace(weights, rounding="nearest"), replace(SGD, lr=2e-4))
+    assert scaled[-1] < 0.9 * scaled[0]
+    assert unscaled[-1] > 0.98 * unscaled[0]
+    assert nearest[-1] > 0.98 * nearest[0]  # every step is less than half a unit
+    start, _ = learned(path, weights, SGD, steps=0)
+    assert max(near(plain[name], start[name]) for name in start) < 0.01
+
+
+@pytest.mark.parametrize("method", ["sgd", "adamw"])
+def test_moments_of_8_bits_learn_as_well(small: Callable[[str], Path], method: str) -> None:
+    path = small("Llama")
+    train = SGD if method == "sgd" else TrainConfig(lr=2e-3)
+    exact = replace(INT8, rounding="none")
+    _, wanted = learned(path, exact, train)
+    _, small_ones = learned(path, exact, train, HowConfig(optimizer_state="8bit"))
+    assert wanted[-1] < 0.9 * wanted[0]
+    assert small_ones[0] - small_ones[-1] == pytest.approx(wanted[0] - wanted[-1], rel=0.05)
+
+
+def test_in_place_is_the_same_step(small: Callable[[str], Path]) -> None:
+    path, train = small("Llama"), replace(SGD, clip=0.0, lr=1e-4)
+    together, _ = learned(path, INT8, train, steps=3)
+    each, _ = learned(path, INT8, train, HowConfig(step_in_place=True), steps=3)
+    assert all(torch.equal(together[name], each[name]) for name in together)
+    with pytest.raises(ConfigError, match="step_in_place"):
+        learned(path, INT8, SGD, HowConfig(step_in_place=True), steps=1)
+
+
+def moved(rounding: str, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """A weight (64, 64) of values in ±1 after SGD on these gradients, in units of its rows."""
+    torch.manual_seed(2)
+    base = torch.nn.Linear(64, 64, bias=False)
+    base.weight.data.uniform_(-1, 1)
+    layer = Int8Linear(base, exact=rounding == "none")
+    recipe = Recipe(update=UpdateConfig(rounding=rounding), train=replace(SGD, momentum=0.0, clip=0.0))
+    moves = Qas({"a.weight": layer.weight}, {"a.weight": layer}, recipe, None)
+    moves.set_rate(1.0)
+    for gradient in gradients:
+        layer.weight.grad = gradient.clone()
+        with moves.last_pass(1.0):
+            pass
+        moves.step()
+    return layer.codes.float()
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    start = moved("none", [])
+    inside = start.abs() < 110  # what is at the end of its range cannot go on
+    small_steps = [torch.full((64, 64), 1e-4)] * 20  # of about 1/80 of a unit
+    exact = (start - moved("none", small_steps))[inside].mean()
+    assert float((moved("stochastic", []) - moved("stochastic", small_steps))[inside].mean()) == pytest.approx(
+        float(exact), rel=0.1
+    )
+    assert torch.equal(moved("nearest", small_steps), moved("nearest", []))
+
+
+def test_what_is_carried_over_is_not_lost() -> None:
+    """Off by no more than rounding, a quarter of a unit in the mean, however many steps there were."""
+    torch.manual_seed(3)
+    steps = [1e-3 * torch.randn(64, 64) for _ in range(60)]  # of about 1/8 of a unit
+    exact = moved("none", steps) - moved("none", [])
+    inside = moved("none", []).abs() < 110
+    off = {
+        name: float((moved(name, steps) - moved(name, []) - exact)[inside].abs().mean())
+        for name in ("carry", "stochastic")
+    }
+    assert off["carry"] < 0.3
+    assert off["stochastic"] > 4 * off["carry"]
+
+
+# ---------------------------------------------------------------- blocks in turns
+
+
+def test_turns_come_round_and_depend_on_seed_and_step_alone() -> None:
+    scheme = schemes.make(UpdateConfig(blocks="2-11", cycle_blocks=4, cycle_steps=3), 20, "llama")
+    turns = [scheme.turn(step, seed=1) for step in range(27)]
+    assert turns == [scheme.turn(step, seed=1) for step in range(27)]
+    assert turns != [scheme.turn(step, seed=2) for step in range(27)]
+    for step in range(0, 27, 3):
+        assert turns[step] == turns[step + 1] == turns[step + 2]
+    for first in (0, 9, 18):  # a round: every block once
+        assert sorted(b for step in range(first, first + 9, 3) for b in turns[step]) == list(range(2, 12))
+    assert {turns[step] for step in range(27)} == {(2, 3, 4, 5), (6, 7, 8, 9), (10, 11)}
+    one = scheme.only((6, 7))
+    assert (one.cut, one.blocks, one.share(6, "up"), one.share(5, "up")) == (6, (6, 7), 1.0, 0.0)
+    with pytest.raises(ConfigError, match="cycle_blocks"):
+        schemes.make(UpdateConfig(blocks="2-4", cycle_blocks=4), 20, "llama")
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows, and beside them the embedded model's first three blocks."""
+    folder = small_rows(tmp_path_factory.mktemp("methods") / "rows", train=6, heldout=2)
+    short_run.cut_model(folder.with_name("model.gguf"), 3)
+    return folder
+
+
+QUICK = [
+    *("update.blocks=1-2", "update.tensors=v,up", "train.batch_rows=2", "train.lr=1e-3", "train.steps=4"),
+    *("how.threads=1", "how.trunk_place=run", "how.checkpoint_s=0", "how.keep_checkpoints=9", "how.products=fp32"),
+]
+
+
+def start(folder: Path, data: Path, recipe_name: str, *sets: str) -> Run:
+    recipe = config.load_recipe(recipe_name)
+    recipe.data.path, recipe.model.path = str(data), str(data.with_name("model.gguf"))
+    return Run.start(folder, config.apply_sets(recipe, [*QUICK, *sets]), False)
+
+
+def saved(run: Run, step: int) -> dict[str, torch.Tensor]:
+    return checkpoint.read(checkpoint.name(run.checkpoints, step))[0]
+
+
+RUNS = {
+    "sliced": ("sparse-bp", "update.channels=0.25", "how.compile=on"),
+    "by gradient": ("sparse-bp", "update.channels=0.125", "update.choose=gradient", "how.compile=off"),
+    "biases": ("bias-norm", "how.compile=on"),
+    "tinytl": ("tinytl", "how.compile=on"),
+    "qas": ("qas-int8", "update.norms=true", "how.compile=on"),
+    "qas, sgd": ("qas-int8", "train.optimizer=sgd", "train.lr=0.1", "how.optimizer_state=8bit", "how.compile=off"),
+    "qas, carry": ("qas-int8", "update.rounding=carry", "how.compile=on"),
+    "cycle": ("cycle", "update.cycle_blocks=1", "update.cycle_steps=1", "how.compile=on"),
+    "cycle, int8": ("qas-int8", "update.cycle_blocks=1", "update.cycle_steps=2", "how.compile=off"),
+}
+
+
+@pytest.mark.parametrize("way", RUNS)
+def test_resumed_is_the_same_bit_for_bit(data: Path, tmp_path: Path, way: str) -> None:
+    recipe, *sets = RUNS[way]
+    run = start(tmp_path / "run", data, recipe, *sets)
+    pipeline.train(run, Progress())
+    done = run.read_json(run.done)
+    assert done is not None
+    assert done["best_loss"] < done["base_loss"]
+    wanted, best = saved(run, 4), checkpoint.read(run.best)[0]
+    assert any(not torch.equal(saved(run, 0)[name], wanted[name]) for name in saved(run, 0))
+    for step in (3, 4):
+        checkpoint.name(run.checkpoints, step).unlink()
+    run.done.unlink()
+    run.best.unlink()
+    assert run._lock is not None
+    run._lock.close()
+    pipeline.train(Run.start(run.path, Run.open(run.path).recipe, True), Progress())
+    again = saved(run, 4)
+    assert again.keys() == wanted.keys()
+    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
+    assert all(torch.equal(best[name], value) for name, value in checkpoint.read(run.best)[0].items())
+    stack, scheme, _ = pipeline.trained_stack(run)  # in plain torch, as exports see it
+    assert all(torch.isfinite(value).all() for _, value in schemes.updated(stack, scheme))
+
+
+def test_channels_are_chosen_by_gradients_once(data: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", data, *RUNS["by gradient"])
+    pipeline.train(run, Progress())
+    from edgeft.data import tokens
+
+    rows, _ = tokens.load(run.tokens)
+    stack = load(data.with_name("model.gguf"))
+    whole = schemes.make(replace(run.recipe.update, channels=1.0), stack.depth, stack.arch)
+    parameters = schemes.apply(stack, whole, 0)
+    forest = Forest(rows)
+    sizes = {name: torch.zeros(p.shape[1]) for name, p in parameters.items()}
+    for row in epoch_order(forest, range(len(rows)), 0, 0, grouped=False)[:CHOOSING_ROWS]:
+        _, one = forest.batch([row])
+        stack.head.loss(stack.top(stack.trunk(one, 1), one, 1), one.targets).backward()  # type: ignore[no-untyped-call]
+        for name, p in parameters.items():
+            assert p.grad is not None
+            sizes[name] += p.grad.square().sum(0)
+            p.grad = None
+    for name, size in sizes.items():
+        columns = saved(run, 4)[name.replace(".weight", ".columns")]
+        common = set(columns.tolist()) & set(largest(size, len(columns)).tolist())
+        assert len(common) >= 0.95 * len(columns), name  # rounding decides about equals
+        assert len(common) > len(set(columns.tolist()) & set(range(len(columns))))
+
+
+def test_only_the_blocks_whose_turn_it_is_move(data: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", data, *RUNS["cycle"], "update.blocks=all", "train.steps=3")
+    pipeline.train(run, Progress())
+    scheme = schemes.make(run.recipe.update, 3, "llama")
+    for step in range(3):
+        before, after = saved(run, step), saved(run, step + 1)
+        moved = {
+            int(name.split(".")[1]) for name in before if name in after and not torch.equal(before[name], after[name])
+        }
+        assert tuple(moved) == scheme.turn(step, 0)
+        remembered = {int(name.split("layers.")[1].split(".")[0]) for name in after if name.startswith("adamw.")}
+        assert remembered == moved
+
+
+def test_a_turn_keeps_no_activations_below_it(model: Path, buffers: Any) -> None:
+    stack, scheme = prepared(model, UpdateConfig(blocks="20-29", tensors=["q", "down"], cycle_blocks=2))
+    whole = kept(stack, scheme.cut, buffers)
+    for name, parameter in stack.model.named_parameters():
+        if parameter.requires_grad:
+            parameter.grad = None
+            parameter.requires_grad_(int(name.split(".")[1]) >= 28)
+    assert kept(stack, scheme.cut, buffers) < whole / 4
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    for method in ("lora", "tinytl", "qas"):
+        with pytest.raises(ConfigError, match="channels"):
+            schemes.make(UpdateConfig(method=method, channels=0.5), 4, "llama")
+        with pytest.raises(ConfigError, match=method):
+            schemes.make(UpdateConfig(method=method, weights=False, norms=True), 4, "llama")
+    with pytest.raises(ConfigError, match="sgd"):
+        optimizer.make({"a": torch.nn.Parameter(torch.zeros(3))}, SGD, HowConfig(optimizer_state="8bit"), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "sets"),
+    [
+        ("sparse-bp", ["update.channels=0.25", "update.blocks=14-16"]),
+        ("bias-norm", ["update.blocks=20-29"]),
+        ("tinytl", ["update.blocks=20-29"]),
+        ("qas-int8", ["update.blocks=14-16"]),
+        ("cycle", ["update.blocks=14-17", "update.cycle_blocks=2", "update.cycle_steps=2"]),
+    ],
+)
+def test_every_method_exports_and_llamacpp_agrees(recipe: str, sets: list[str], tmp_path: Path) -> None:
+    """The embedded model itself: a file that does not say what the trainer says is refused."""
+    data = small_rows(tmp_path / "rows", train=12, heldout=4)
+    chosen = config.load_recipe(recipe)
+    chosen.data.path = str(data)
+    settings = [*sets, "train.steps=6", "train.batch_rows=4", "train.validations=1"]
+    run = Run.start(tmp_path / "run", config.apply_sets(chosen, settings), False)
+    pipeline.train(run, Progress())
+    done = run.read_json(run.done)
+    assert done is not None
+    assert done["best_loss"] < done["base_loss"]
+    found = pipeline.export(run, "gguf", "auto", run.model, Progress())
+    assert found["check"]["top1"] > 85
+    stack, scheme, _ = pipeline.trained_stack(run)
+    folder = export_hf(pipeline.model_source(None), schemes.updated(stack, scheme), tmp_path / "hf")
+    _, rows = Forest(ROWS).batch([0, 1])
+    assert near(load_hf(str(folder), "dense").logits(rows), stack.logits(rows)) < 5e-3
