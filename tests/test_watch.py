@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from edgeft import config, limit, pipeline
+from edgeft import config, pipeline
 from edgeft.device import memory
 from edgeft.errors import DoesNotFitError
 from edgeft.run import Run
@@ -270,24 +270,3 @@ def test_enforced(edgeft: Edgeft, tmp_path: Path) -> None:
     assert found["limit"]["bytes"] == 900 * MIB
     assert found["limit"]["by"] in ("cgroup v1", "cgroup v2", "RLIMIT_DATA")
     assert max(found["peaks"].values()) < 900 * MIB
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not limit.can_make_group(), reason="no control group can be made here")
-def test_killed_by_the_limit_is_told_in_one_line(
-    edgeft: Edgeft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A plan that is wrong by far, and a stage that takes all at once, before anybody can look."""
-    hungry = tmp_path / "sitecustomize.py"
-    hungry.write_text(
-        "import sys\nif any('edgeft train' in part for part in getattr(sys, 'orig_argv', [])):\n"
-        "    taken = bytearray(3 << 30)\n    taken[::4096] = bytes([1]) * len(taken[::4096])\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parent.parent}")
-    rows = small_rows(tmp_path / "rows", 4, 2)
-    options = ["--enforce", "--data", rows, "--until", "train", *SMALL]
-    result = edgeft("finetune", "--out", tmp_path / "run", "--memory", "900MiB", *options)
-    assert result.returncode == 3, result.stderr
-    (said,) = (line for line in result.stderr.splitlines() if line.startswith("error:"))
-    assert "took more than 900 MiB and was ended by the limit that --enforce set" in said
-    assert "Traceback" not in result.stderr
