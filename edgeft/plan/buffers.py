@@ -159,8 +159,8 @@ class _Top:
 
         dy = operand(grad, asked, shape.width)
         dact = pool.take(count, self.each * shape.ffn)
-        down = scheme.share(block, "down") and scheme.method not in ("lora", "tinytl")
-        act = pool.take(count, self.each * shape.ffn) if down or scheme.method == "lora" else None
+        reads = scheme.share(block, "down") and scheme.method != "tinytl"
+        act = pool.take(count, self.each * shape.ffn) if reads else None
         pool.free(dact, act)
         dx = self.product(asked, shape.width)
         if self.half:  # up's part is made before it is added
