@@ -176,7 +176,7 @@ class Children:
         except ValueError:
             found = {}
         if "error" in found:
-            error = EdgeftError(*found["error"])
+            error = (DoesNotFitError if code == DoesNotFitError.exit_code else EdgeftError)(*found["error"])
             error.exit_code = code
             raise error
         if "pipe" in found:

@@ -407,7 +407,7 @@ def test_moments_of_8_bits_learn_as_well(small: Callable[[str], Path], method: s
     _, wanted = learned(path, exact, train)
     _, small_ones = learned(path, exact, train, HowConfig(optimizer_state="8bit"))
     assert wanted[-1] < 0.9 * wanted[0]
-    assert small_ones[-1] == pytest.approx(wanted[-1], rel=0.05)
+    assert small_ones[0] - small_ones[-1] == pytest.approx(wanted[0] - wanted[-1], rel=0.05)
 
 
 def test_in_place_is_the_same_step(small: Callable[[str], Path]) -> None:
@@ -451,9 +451,12 @@ def test_what_is_carried_over_is_not_lost() -> None:
     """Off by no more than rounding, a quarter of a unit in the mean, however many steps there were."""
     torch.manual_seed(3)
     steps = [1e-3 * torch.randn(64, 64) for _ in range(60)]  # of about 1/8 of a unit
-    exact = moved("none", steps)
-    inside = exact.abs() < 110
-    off = {name: float((moved(name, steps) - exact)[inside].abs().mean()) for name in ("carry", "stochastic")}
+    exact = moved("none", steps) - moved("none", [])
+    inside = moved("none", []).abs() < 110
+    off = {
+        name: float((moved(name, steps) - moved(name, []) - exact)[inside].abs().mean())
+        for name in ("carry", "stochastic")
+    }
     assert off["carry"] < 0.3
     assert off["stochastic"] > 4 * off["carry"]
 
@@ -510,7 +513,7 @@ RUNS = {
     "biases": ("bias-norm", "how.compile=on"),
     "tinytl": ("tinytl", "how.compile=on"),
     "qas": ("qas-int8", "update.norms=true", "how.compile=on"),
-    "qas, sgd": ("qas-int8", "train.optimizer=sgd", "how.optimizer_state=8bit", "how.compile=off"),
+    "qas, sgd": ("qas-int8", "train.optimizer=sgd", "train.lr=0.1", "how.optimizer_state=8bit", "how.compile=off"),
     "qas, carry": ("qas-int8", "update.rounding=carry", "how.compile=on"),
     "cycle": ("cycle", "update.cycle_blocks=1", "update.cycle_steps=1", "how.compile=on"),
     "cycle, int8": ("qas-int8", "update.cycle_blocks=1", "update.cycle_steps=2", "how.compile=off"),

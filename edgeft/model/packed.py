@@ -28,6 +28,7 @@ class _Scratch:
     def take(self, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         size = rows * cols * dtype.itemsize
         if len(self.buffer) < size:
+            self.buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
             self.buffer = torch.empty(size, dtype=torch.uint8)
         return self.buffer[:size].view(dtype).view(rows, cols)
 
@@ -69,10 +70,7 @@ class Packed:
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows [start, stop) in the shared buffer; the next call to any `dense` overwrites it."""
         stored = self.stored(start, stop)
-        out = _scratch.take(len(stored), self.cols)
-        ggml.unpack(stored, self.type, out.numpy(), torch.get_num_threads())
-        self._used(start, stop)
-        return out
+        return self._unpack(stored, _scratch.take(len(stored), self.cols), start, stop)
 
     def operand(
         self, kernels: Kernels | None, start: int = 0, stop: int | None = None, half: bool = False
@@ -97,11 +95,16 @@ class Packed:
 
     def copy(self) -> torch.Tensor:
         """A dense matrix of its own, for a tensor that will be trained."""
-        return self.dense().clone()
+        return self._unpack(self.stored(), torch.empty(self.rows, self.cols))
 
     def permuted(self, order: np.ndarray) -> Packed:
         """The same matrix with its rows in another order."""
         return Packed(self.data, self.type, self.rows, self.cols, order if self.order is None else self.order[order])
+
+    def _unpack(self, stored: np.ndarray, out: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        ggml.unpack(stored, self.type, out.numpy(), torch.get_num_threads())
+        self._used(start, stop)
+        return out
 
     def _used(self, start: int = 0, stop: int | None = None) -> None:
         if spare.on:

@@ -73,8 +73,9 @@ class _Saved:
 class _Top:
     """One pass over the blocks from the cut on."""
 
-    def __init__(self, shape: Shape, scheme: Scheme, half: bool, threads: int) -> None:
-        self.shape, self.scheme, self.half, self.threads = shape, scheme, half, threads
+    def __init__(self, shape: Shape, scheme: Scheme, half: bool, threads: int, recompute: bool) -> None:
+        self.shape, self.scheme, self.half, self.threads, self.recompute = shape, scheme, half, threads, recompute
+        self.frugal = not recompute and (scheme.method == "tinytl" or not scheme.shares)
         self.pool = Buffers()
         self.each = 2 if half else 4  # bytes of a value that a product reads or gives
 
@@ -158,8 +159,8 @@ class _Top:
 
         dy = operand(grad, asked, shape.width)
         dact = pool.take(count, self.each * shape.ffn)
-        down = scheme.share(block, "down") and scheme.method not in ("lora", "tinytl")
-        act = pool.take(count, self.each * shape.ffn) if down or scheme.method == "lora" else None
+        reads = scheme.share(block, "down") and scheme.method != "tinytl"
+        act = pool.take(count, self.each * shape.ffn) if reads else None
         pool.free(dact, act)
         dx = self.product(asked, shape.width)
         if self.half:  # up's part is made before it is added
@@ -263,20 +264,16 @@ def _forget(pool: Buffers, saved: _Saved) -> None:
     pool.free(*saved.ffn_inputs, *saved.gates)
 
 
-def top_bytes(
-    shape: Shape, scheme: Scheme, tokens: int, asked: int, half: bool, recompute: bool, threads: int
-) -> tuple[int, int]:
-    """(bytes of the pool after the largest pass, bytes beside it that come from malloc)."""
-    frugal = not recompute and (scheme.method == "tinytl" or not scheme.shares)
-    top = _Top(shape, scheme, half, threads)
-    pool, last = top.pool, shape.depth - 1
+def run(top: _Top, tokens: int, asked: int) -> None:
+    """One pass, forward and backward."""
+    shape, scheme, pool, last = top.shape, top.scheme, top.pool, top.shape.depth - 1
     stream: Stream = (Buffer(0), None)  # the boundary states are no buffer of the pool
     given: dict[int, Stream] = {}
     kept: dict[int, _Saved] = {}
     for block in range(scheme.cut, shape.depth):
-        again = recompute and block < last
+        again = top.recompute and block < last
         given[block] = stream
-        if frugal and block < last:
+        if top.frugal and block < last:
             kept[block], after = top.frugal_forward(block, stream, tokens)
         else:
             kept[block], after = top.forward(block, stream, tokens, asked if block == last else tokens, hold=again)
@@ -287,18 +284,26 @@ def top_bytes(
     grad: Buffer | None = top.full(asked, shape.width)
     pool.free(stream[1])
     for block in reversed(range(scheme.cut, shape.depth)):
-        if recompute and block < last:
+        if top.recompute and block < last:
             kept[block], (_, added) = top.forward(block, given[block], tokens, tokens, hold=True)
             pool.free(added)
         assert grad is not None  # it ends at the cut
-        back = top.frugal_backward if frugal and block < last else top.backward
+        back = top.frugal_backward if top.frugal and block < last else top.backward
         grad = back(block, kept[block], grad)
-        if recompute and block < last:
+        if top.recompute and block < last:
             pool.free(*given[block])
+
+
+def top_bytes(
+    shape: Shape, scheme: Scheme, tokens: int, asked: int, half: bool, recompute: bool, threads: int
+) -> tuple[int, int]:
+    """(bytes of the pool after the largest pass, bytes beside it that come from malloc)."""
+    top = _Top(shape, scheme, half, threads, recompute)
+    run(top, tokens, asked)
     heads = shape.query // shape.head
     blocks = shape.depth - scheme.cut
-    sums = 4 * tokens * (heads + 2) * (2 if recompute or frugal else blocks)  # of softmax, and each norm's scale
-    sums += 2 * 4 * shape.ffn * tokens if frugal else 0  # copies of gate and up
+    sums = 4 * tokens * (heads + 2) * (2 if recompute or top.frugal else blocks)  # of softmax, and each norm's scale
+    sums += 2 * 4 * shape.ffn * tokens if top.frugal else 0  # copies of gate and up
     # the last block's rows that ask, and the gradients of all rows made from theirs
     picked = 2 * 4 * shape.width * (tokens + asked)
-    return pool.bytes, sums + picked
+    return top.pool.bytes, sums + picked

@@ -43,6 +43,7 @@ TOKEN_BYTES = 28
 ROW_BYTES = 2000
 TEXT_BYTES = 40  # a token of a row that is there as text, too
 
+SCORED_TOKENS = 2048  # in one pass, as in evaluate/trainer.py
 VERIFY_ROWS = 12  # held-out rows on which an exported file is compared, as in pipeline.py
 
 
@@ -64,7 +65,7 @@ def stages(
         "trunk": _trunk(shape, scheme, recipe, load, engine),
         "train": _train(shape, scheme, recipe, load, engine),
         "export": _export(shape, scheme, recipe, load, engine, exported_bytes, budget_bytes),
-        "eval": _eval(shape, recipe, load, max(exported_bytes, shape.file_bytes), budget_bytes),
+        "eval": _eval(shape, scheme, recipe, load, max(exported_bytes, shape.file_bytes), budget_bytes),
     }
     if scheme.cut == 0 or recipe.how.trunk == "rerun":
         del found["trunk"]
@@ -110,9 +111,9 @@ def _embedding(shape: Shape, load: Load) -> int:
     return min(shape.embedding_bytes, load.unique_tokens * FAULT_BYTES) if shape.mapped else shape.embedding_bytes
 
 
-def _largest(shape: Shape, tensors: tuple[str, ...] | list[str] = TENSORS) -> int:
-    """Values of the largest of these linears."""
-    return max((rows * cols for name, rows, cols in shape.linears() if name in tensors), default=0)
+def _largest(shape: Shape) -> int:
+    """Values of the largest linear."""
+    return max(rows * cols for _, rows, cols in shape.linears())
 
 
 def _largest_packed(shape: Shape) -> int:
@@ -141,17 +142,16 @@ def _tables(shape: Shape, load: Load, how: HowConfig) -> int:
     return shape.head_bytes + _embedding(shape, load) if shape.head_bytes else shape.embedding_bytes
 
 
-def _scratch(shape: Shape, scheme: Scheme, engine: Engine, trunk: bool) -> int:
+def _scratch(shape: Shape, engine: Engine, trunk: bool) -> int:
     """Buffers for one unpacked weight; they grow to the largest that was asked for, and stay."""
     head = 4 * min(HEAD_ROWS, shape.vocabulary) * shape.width
-    unpacked = {t for b in scheme.blocks for t in TENSORS if scheme.share(b, t)} if scheme.method != "lora" else set()
     if shape.dense:
-        return max(head, 4 * _largest(shape))
+        return head
     wide = trunk or not engine.half or not shape.kernel_types  # in float32
-    found = max(head, (4 if wide else 2) * _largest(shape), 4 * _largest(shape, sorted(unpacked)))
-    if engine.half and not shape.kernel_types:
+    found = max(head, (4 if wide else 2) * _largest(shape))
+    if engine.half and not shape.kernel_types:  # then to bf16
         found += 2 * _largest(shape)
-    if shape.arch == "llama" and shape.blocks:  # packed rows of q and k, put in order
+    if shape.arch == "llama" and shape.mapped:  # packed rows of q and k, put in order
         found += max(shape.packed_bytes(0, "q"), shape.packed_bytes(0, "k"))
     return found
 
@@ -178,7 +178,7 @@ def _trunk(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
         "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
         "saved activations": _forward(shape, tokens),
         "boundary states": tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
-        "unpack scratch": _scratch(shape, scheme, engine, trunk=True),
+        "unpack scratch": _scratch(shape, engine, trunk=True),
         "data": _data(load, texts=False),
     }
 
@@ -191,7 +191,7 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
     turns = recipe.update.cycle_blocks  # gradients and moments of these alone
     active = trained * min(1.0, turns / len(scheme.blocks)) if turns else trained
     rows = LOGITS_BYTES // (4 * shape.vocabulary) or 1
-    scratch = _scratch(shape, scheme, engine, trunk=scheme.cut > 0)
+    scratch = _scratch(shape, engine, trunk=scheme.cut > 0)
     if engine.half:  # a trained weight as a product reads it, or a gradient as a product gives it
         scratch += 2 * largest
     return {
@@ -238,14 +238,25 @@ def _export(
         "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
         "saved activations": max(_forward(shape, tokens), _llama(shape, load.longest + 1, 0, budget_bytes)),
         "logits chunk": 2 * 4 * rows * shape.vocabulary + 3 * 8 * 4 * shape.vocabulary,
-        "unpack scratch": _scratch(shape, scheme, engine, trunk=True),
+        "unpack scratch": _scratch(shape, engine, trunk=True),
         "data": _data(load, texts=True) + min(SPOOL_BYTES, exported_bytes),
         GIVES_WAY: exported_bytes,
     }
 
 
-def _eval(shape: Shape, recipe: Recipe, load: Load, model_bytes: int, budget_bytes: int) -> dict[str, float]:
+def _eval(
+    shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, model_bytes: int, budget_bytes: int
+) -> dict[str, float]:
     """Base and tuned model in llama.cpp, one after the other; the larger counts."""
+    if not shape.mapped:  # in the trainer
+        return {
+            "libraries": TRANSFORMERS_BYTES,
+            "packed frozen weights": shape.file_bytes,
+            "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
+            "saved activations": _forward(shape, SCORED_TOKENS),
+            "logits chunk": 2 * LOGITS_BYTES,
+            "data": _data(load, texts=True),
+        }
     rows = min(recipe.eval.rows, load.heldout_rows)
     row = load.longest + recipe.eval.max_new_tokens
     wide = 2 * (shape.depth * shape.block_parameters + shape.vocabulary * shape.width)

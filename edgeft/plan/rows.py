@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ from edgeft.train.schedule import WITHOUT_GRADIENT, Schedule
 SAMPLE_ROWS = 1024  # looked at; counting them all would take longer than a plan should
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """One forward pass, and perhaps a backward pass, over a few rows."""
 
     tokens: int  # of the forest
@@ -33,8 +32,7 @@ class Pass:
 
 def total(passes: Sequence[Pass]) -> Pass:
     """All of them together."""
-    every = [dataclasses.astuple(one) for one in passes]
-    return Pass(*np.sum(every, axis=0).tolist()) if every else Pass(0, 0, 0, 0, 0)
+    return Pass(*np.sum(passes, axis=0).tolist()) if passes else Pass(0, 0, 0, 0, 0)
 
 
 class Load:
@@ -64,6 +62,7 @@ class Load:
         self.answer_tokens = int(np.mean([row.trained.sum() for row in heldout])) if heldout else 0
         self.held_tokens = int(self.held_scale * sum(len(row.ids) for row in heldout))
         self.passes, self.validation, self.trunk = cache(self._passes), cache(self._validation), cache(self._trunk)
+        self.widest = cache(self._widest)
 
     @cached_property
     def tree_tokens(self) -> int:
@@ -110,7 +109,7 @@ class Load:
         sides = ([shorter(row) for row in side] for side in self.sample)
         return Load(*sides, self.recipe, self.train_rows, self.heldout_rows)
 
-    def widest(self, micro_batch: int) -> Pass:
+    def _widest(self, micro_batch: int) -> Pass:
         """What the largest pass of training has of each."""
-        every = [dataclasses.astuple(one) for step in self.passes(micro_batch) for one in step]
+        every = [one for step in self.passes(micro_batch) for one in step]
         return Pass(*np.max(every, axis=0).tolist()) if every else Pass(self.longest, 0, 1, 0, 1)

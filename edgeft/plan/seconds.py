@@ -29,7 +29,8 @@ LLAMA = 0.6  # llama.cpp's products, mostly of 8-bit integers, against float32 o
 # Bytes that are read and written once for every …
 BLOCK_VALUES = 12  # value of a block's width, forward and backward: norms, residuals and what stands between products
 WEIGHT_BYTES = 4.6  # … packed weight that is unpacked to float32, and 2.6 to bf16
-ADAM_BYTES = 40  # … trained number in a step: its gradient's norm, clipping, both moments, itself
+FETCH_BYTES = 2.0  # … of these besides, where its pages were given back: what finding them again costs
+ADAM_BYTES = {"fp32": 32, "bf16": 32, "8bit": 32}  # … trained number in a step: gradient, moments, itself, and rounding
 CAST_BYTES = 22  # … trained number in a pass with bf16 products: the weight twice, and its gradient
 
 # Where a machine has not been measured: what it moves in a second follows what it multiplies.
@@ -121,7 +122,7 @@ class Clock:
     def _unpack(self, blocks: int, times: int, half: bool) -> float:
         if self.shape.dense:
             return 0.0
-        each = WEIGHT_BYTES - (2 if half else 0)
+        each = WEIGHT_BYTES - (2 if half else 0) + (FETCH_BYTES if self.recipe.how.spare_memory else 0)
         return times * blocks * self.shape.block_parameters * each / self.rates.copy
 
     def trunk(self, passes: Sequence[Pass]) -> float:
@@ -196,7 +197,7 @@ class Clock:
         for what, seconds in self.parts.items():  # those looked at stand for all
             self.parts[what] = before.get(what, 0.0) + factor * (seconds - before.get(what, 0.0))
         found = factor * sampled
-        found += self._add("optimiser", load.steps * self.trained * ADAM_BYTES / self.rates.copy)
+        found += self._add("optimiser", load.steps * self.trained * ADAM_BYTES[how.optimizer_state] / self.rates.copy)
         validations = (1 + min(train.validations, load.steps)) * load.held_scale
         found += validations * self.top(load.validation(how.micro_batch_tokens), False)
         state = state_bytes(recipe)

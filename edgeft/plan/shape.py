@@ -121,7 +121,7 @@ def _of_gguf(source: str, frozen: str) -> Shape:
 
 
 def _of_folder(source: str, frozen: str) -> Shape:
-    from edgeft.model.hf import read_config, resolve
+    from edgeft.model.hf import MODEL_TYPES, read_config, resolve
 
     config = read_config(resolve(source))
     shape = shape_of_config(config)
@@ -132,6 +132,7 @@ def _of_folder(source: str, frozen: str) -> Shape:
     return dataclasses.replace(
         shape,
         file_bytes=shape.depth * sum(sizes) + table + head,
+        arch=MODEL_TYPES[config.model_type],
         blocks=(sizes,) * shape.depth,
         embedding_bytes=table,
         head_bytes=head,

@@ -177,7 +177,8 @@ def make(update: UpdateConfig, depth: int, arch: str) -> Scheme:
             raise ConfigError(f"`update.method: {scheme.method}` needs update.weights and update.tensors")
         if min(scheme.shares.values()) < 1:
             raise ConfigError(
-                f"`update.method: {scheme.method}` has no part for some input channels", "use `--set update.channels=1`"
+                f"`update.method: {scheme.method}` trains all input channels of a tensor",
+                "use `--set update.channels=1`, or `--set update.method=sparse`",
             )
     if scheme.cycle_blocks > len(scheme.blocks):
         raise ConfigError(
