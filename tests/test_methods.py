@@ -270,7 +270,7 @@ def test_frugal_blocks_compute_the_same(model: Path) -> None:
         for p in parameters.values():
             p.grad = None
     for name in found[0]:
-        assert near(found[1][name], found[0][name]) < 1e-5, name  # type: ignore[arg-type]
+        assert near(found[1][name], found[0][name]) < 1e-4, name  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- lite branches

@@ -74,7 +74,7 @@ def as_layer(module: Any) -> Layer | None:
     if hasattr(module, "as_layer"):  # those of sparse/layers.py
         made: Layer | None = module.as_layer()
         return made
-    base = getattr(module, "base_layer", None)
+    base: Any = getattr(module, "base_layer", None)
     if type(base) not in (nn.Linear, PackedLinear) or list(getattr(module, "lora_A", ())) != ["default"]:
         return None
     down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
