@@ -467,7 +467,11 @@ def _judge(first: FirstOrder, trials: list[dict[str, Any]], lr: float) -> tuple[
 def _values(
     first: FirstOrder, trials: list[dict[str, Any]], calibration: Calibration, lr: float
 ) -> tuple[Floats, Floats]:
-    """(gain (depth, tensors, shares), gain of biases and norms (depth,)): measured where it was, else calibrated."""
+    """(gain (depth, tensors, shares), gain of biases and norms (depth,)): measured where it was, else calibrated.
+
+    Their sum is far more than a loss has to give, since many tensors can learn the same. What comes of it in truth is
+    some function of the sum that rises ever more slowly, and whatever that is, the same scheme has the most of it.
+    """
     weights = calibration(lr * first.weights)
     small = lr * (first.biases.sum(1) + first.norms)
     ratios = []

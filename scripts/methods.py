@@ -39,18 +39,21 @@ class Method:
     sets: list[str] = field(default_factory=list)
 
 
+# Clipped gradients have a norm of at most 1: with momentum, steps of this rate are as long as those of AdamW at 3e-4
+SGD = ["train.optimizer=sgd", "train.lr=0.1"]
 METHODS: dict[str, Method] = {
     "last-k": Method(),
     "sparse-bp": Method(),
-    "auto": Method(sets=["update.blocks=auto"]),
+    "auto": Method("auto"),
     "searched": Method(),
     "lora": Method("lora"),
     "equal time": Method(),
     "bias-norm": Method("bias-norm"),
     "tinytl": Method("tinytl"),
     "qas-int8": Method("qas-int8"),
-    "qas-int8, sgd": Method("qas-int8", ["train.optimizer=sgd", "train.lr=3"]),
-    "int8 sgd without qas": Method("qas-int8", ["train.optimizer=sgd", "train.lr=3", "update.qas=false"]),
+    "sgd, float32": Method(sets=SGD),
+    "qas-int8, sgd": Method("qas-int8", SGD),
+    "int8 sgd without qas": Method("qas-int8", [*SGD, "update.qas=false"]),
     "cycle": Method("cycle"),
 }
 SUITES = {"squad": "qa", "banking77": "classify"}

@@ -400,3 +400,15 @@ def test_auto_is_a_part_of_the_recipe() -> None:
     assert UpdateConfig(blocks="auto").unknown
     assert not UpdateConfig(blocks="auto", parts=[PartConfig([1])]).unknown
     assert schemes.parse_blocks("auto", 30) == schemes.parse_blocks("10%-67%", 30)
+
+
+def test_contributions_go_with_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edgeft: Edgeft) -> None:
+    monkeypatch.setenv("EDGEFT_CACHE", str(tmp_path))
+    entry = tmp_path / "search" / "0123"
+    entry.mkdir(parents=True)
+    (entry / "note.json").write_text("{}")
+    (entry / "inputs.0.bin").write_bytes(bytes(100))
+    cleared = edgeft("cache", "--clear", "--json")
+    assert cleared.returncode == 0, cleared.stderr
+    assert json.loads(cleared.stdout)["freed_bytes"] >= 102
+    assert not entry.exists()
