@@ -7,7 +7,8 @@ DATA holds squad/{train,dev}.jsonl, banking77/{train,test}.csv and arc_easy/vali
 process of its own on the same rows; untuned and tuned files are scored by llama.cpp on the same held-out rows, and on
 ARC-Easy, as a guard against forgetting. With --out, what an earlier call with the same settings found is kept: methods
 can be run one by one. `searched` is found by `edgeft search` for --memory; `last-k` are as many of the last blocks as
-fit the same memory; `equal time` is the searched scheme for as many epochs as LoRA's time allows.
+fit the same memory; `equal-time` is the searched scheme for as many epochs as LoRA's time allows; `sgd`, `qas-sgd` and
+`int8-sgd` are SGD with momentum on the tensors of sparse-bp: in float32, in int8 with QAS, and in int8 without it.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ METHODS: dict[str, Method] = {
     "auto": Method("auto"),
     "searched": Method(),
     "lora": Method("lora"),
-    "equal time": Method(),
+    "equal-time": Method(),
     "bias-norm": Method("bias-norm"),
     "tinytl": Method("tinytl"),
     "qas-int8": Method("qas-int8"),
-    "sgd, float32": Method(sets=SGD),
-    "qas-int8, sgd": Method("qas-int8", SGD),
-    "int8 sgd without qas": Method("qas-int8", [*SGD, "update.qas=false"]),
+    "sgd": Method(sets=SGD),
+    "qas-sgd": Method("qas-int8", SGD),
+    "int8-sgd": Method("qas-int8", [*SGD, "update.qas=false"]),
     "cycle": Method("cycle"),
 }
 SUITES = {"squad": "qa", "banking77": "classify"}
@@ -110,6 +111,7 @@ class Bench:
             "data.max_tokens": self.args.max_tokens,
             "train.epochs": epochs,
             "how.nice": 0,
+            "how.trunk_place": "run",  # no method finds the trunk of another
         }
         return [f"{key}={value}" for key, value in values.items()]
 
@@ -123,15 +125,15 @@ class Bench:
     def run(self, name: str) -> dict[str, Any]:
         recipe, more, epochs = METHODS[name].recipe, METHODS[name].sets, self.args.epochs
         notes: dict[str, Any] = {}
-        if name in ("searched", "equal time", "last-k"):
+        if name in ("searched", "equal-time", "last-k"):
             notes = self.search()
             if name == "last-k":
                 more = [f"update.blocks={notes['compared']['last_blocks']}", "update.tensors=q,k,v,o,gate,up,down"]
             else:
                 recipe = notes["files"]["recipe"]
-        if name == "equal time":
+        if name == "equal-time":
             epochs = self.equal_epochs()
-        folder = self.work / name.replace(" ", "-").replace(",", "")
+        folder = self.work / name
         if not (folder / "export.json").is_file():
             resume = ["--resume"] if (folder / "recipe.yaml").is_file() else []
             command = ["finetune", "--recipe", recipe, "--out", folder, *self.command(epochs, more)]
