@@ -635,10 +635,10 @@ def recipe_text(recipe: Recipe, found: dict[str, Any], data: str) -> str:
 
 
 def _section(name: str, recipe: Recipe) -> list[str]:
-    """What differs from the defaults; not where files lie, nor what belongs to this machine."""
+    """What differs from the defaults; not where files lie, nor of `how` what belongs to this machine."""
     values, defaults = (dataclasses.asdict(getattr(r, name)) for r in (recipe, Recipe()))
-    left_out = ("path", "heldout", "threads", "compile", "products")
-    changed = {k: v for k, v in values.items() if v != defaults[k] and k not in left_out}
+    names = WAYS if name == "how" else [key for key in values if key not in ("path", "heldout")]
+    changed = {key: values[key] for key in names if values[key] != defaults[key]}
     return ["", f"{name}:", *(f"  {key}: {config.scalar(value)}" for key, value in changed.items())] if changed else []
 
 
