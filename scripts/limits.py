@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -191,6 +192,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the run ends, and its group is taken away
     found = []
     for job in JOBS:
         if args.jobs and job.name not in args.jobs:
