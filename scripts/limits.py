@@ -49,14 +49,14 @@ class Job:
     file: str  # what its model file is called, in lower case; nothing: the embedded one
     sets: list[str]
     tokens: int = 256  # of each row
-    rows: int = 32
-    steps: int = 8
+    rows: int = 16
+    steps: int = 4
 
 
 JOBS = [
-    Job("smollm2", 600, 450, "", ["update.channels=0.25"]),
-    Job("tinyllama", 900, 700, "*tinyllama*.gguf", ["update.channels=0.125", "update.blocks=37%-67%"]),
-    Job("qwen", 1200, 900, "*qwen2.5*1.5b*.gguf", ["update.channels=0.125", "update.blocks=37%-67%"]),
+    Job("smollm2", 600, 450, "", ["update.channels=0.25", "eval.rows=4"]),
+    Job("tinyllama", 900, 700, "*tinyllama*.gguf", ["update.channels=0.125", "update.blocks=37%-67%", "eval.rows=4"]),
+    Job("qwen", 1200, 900, "*qwen2.5*1.5b*.gguf", ["update.channels=0.125", "update.blocks=37%-67%", "eval.rows=4"]),
     Job(
         "llama2-7b", 3072, 2048, "llama2-7b*.gguf",
         ["update.blocks=5", "update.tensors=q,k,v,o,up", "update.channels=0.125", "eval.rows=4",
@@ -119,7 +119,7 @@ def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str], 
     if not device:
         device = str(folder / "limit.yaml")
         Path(device).write_text(f"ram_bytes: {limit_bytes}\nbudget_bytes: {limit_bytes}\n")
-    sets = [*SPARING, f"data.max_tokens={job.tokens}", f"train.steps={job.steps}", "train.batch_rows=8"]
+    sets = [*SPARING, f"data.max_tokens={job.tokens}", f"train.steps={job.steps}", "train.batch_rows=8", "how.nice=0"]
     sets += ["train.validations=1", *job.sets, *more]
     options = [part for value in sets for part in ("--set", value)]
     command = [sys.executable, "-m", "edgeft", "finetune", "--device", device, "--model", str(model)]
