@@ -42,6 +42,16 @@ err = Console(stderr=True, highlight=False)
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="GGUF file, Hugging Face folder or hub id.")]
 DataOption = Annotated[str | None, typer.Option("--data", "-d", help="File, folder or hub id with rows.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="One knob: `--set train.lr=2e-4`. May be repeated.")]
+RecipeOption = Annotated[
+    str | None, typer.Option("--recipe", "-r", help="Shipped recipe or YAML file. [default: sparse-bp]")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="Device profile or YAML file. [default: auto, this machine]")]
+MemoryOption = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Memory that a run may use: 1500MiB. [default: the device's budget]")
+]
+FitOption = Annotated[
+    bool, typer.Option("--fit", help="Train fewer channels, tensors or blocks, if that is what it takes to fit.")
+]
 OfflineOption = Annotated[
     bool, typer.Option("--offline", help="Open no socket; always so when model and data are files here.")
 ]
@@ -104,12 +114,8 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @command()
 def finetune(
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", "-r", help="Shipped recipe or YAML file. [default: sparse-bp]")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Device profile or YAML file. [default: auto, this machine]")
-    ] = None,
+    recipe: RecipeOption = None,
+    device: DeviceOption = None,
     model: ModelOption = None,
     data: DataOption = None,
     out_folder: Annotated[Path, typer.Option("--out", "-o", help="Run folder. [default: runs/<recipe>]")] = Path(""),
@@ -122,6 +128,11 @@ def finetune(
     ] = None,
     no_keep_data: Annotated[
         bool, typer.Option("--no-keep-data", help="At the end, take away tokens and cache: `how.keep_data=false`.")
+    ] = False,
+    memory: MemoryOption = None,
+    fit: FitOption = False,
+    enforce: Annotated[
+        bool, typer.Option("--enforce", help="Have the system hold the run to this memory: a control group, or ulimit.")
     ] = False,
     no_network: OfflineOption = False,
     as_json: JsonOption = False,
@@ -136,11 +147,12 @@ def finetune(
     asked = {"how.threads": threads, "governor.schedule": schedule, "how.keep_data": False if no_keep_data else None}
     sets = [*(sets or []), *(f"{key}={value}" for key, value in asked.items() if value is not None)]
     choice, profile = _resolve(recipe, device, model, data, sets, folder if resume else None)
+    budget = config.parse_size(memory) if memory else profile.budget_bytes
     offline.go_if(no_network, model_source(choice.model.path), choice.data.path, choice.data.heldout)
     screen = Screen(err if as_json else out)
     run = Run.start(folder, choice, resume)
     screen.line(f"run {folder} · recipe {choice.name} · model {Path(model_source(choice.model.path)).name}")
-    result = stage.finetune(run, until, profile.budget_bytes, to_stderr=as_json)
+    result = stage.finetune(run, until, budget, to_stderr=as_json, fit=fit, enforce=enforce)
     if as_json:
         _print_json(result)
     elif result.get("eval"):
@@ -185,6 +197,33 @@ def _resolve(
     if chosen.data.heldout and config.exists(chosen.data.heldout):
         chosen.data.heldout = str(config.place(chosen.data.heldout).resolve())
     return chosen, profile
+
+
+@command("plan")
+def show_plan(
+    recipe: RecipeOption = None,
+    device: DeviceOption = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    sets: SetOption = None,
+    memory: MemoryOption = None,
+    fit: FitOption = False,
+    no_network: OfflineOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What a run would need: memory by stage and term, time, disk; and how it would fit. Nothing is computed."""
+    from edgeft.pipeline import plan_of
+    from edgeft.run import model_source
+
+    choice, profile = _resolve(recipe, device, model, data, sets, None)
+    offline.go_if(no_network, model_source(choice.model.path), choice.data.path, choice.data.heldout)
+    found = plan_of(choice, profile, config.parse_size(memory) if memory else profile.budget_bytes, fit)
+    if as_json:
+        _print_json(found)
+        return
+    from edgeft.plan.show import print_plan
+
+    print_plan(out, found)
 
 
 # ---------------------------------------------------------------- eval

@@ -448,6 +448,26 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+# ---------------------------------------------------------------- sizes
+
+UNITS = {"": 1, "b": 1} | {
+    f"{letter}{ending}": (1000 if ending == "b" else 1024) ** power
+    for power, letter in enumerate("kmgt", 1)
+    for ending in ("ib", "b", "i", "")
+}
+
+
+def parse_size(text: str, option: str = "--memory") -> int:
+    """`1500MiB`, `1.5GiB`, `6GB`, `2G` (binary, as in ulimit and systemd) → bytes."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip())
+    if not match or match[2].lower() not in UNITS:
+        raise ConfigError(f"`{option} {_shown(text)}` is no size", "for example 1500MiB, 1.5GiB or 6GB")
+    found = int(float(match[1]) * UNITS[match[2].lower()])
+    if not 1 << 20 <= found < 1 << 60:
+        raise ConfigError(f"`{option} {text}` is {found} bytes", "for example 1500MiB, 1.5GiB or 6GB")
+    return found
+
+
 # ---------------------------------------------------------------- where files lie
 
 

@@ -169,17 +169,19 @@ def memory(root: Path = ROOT) -> Memory:
         if version == 2:
             # Above memory.high a process is slowed down until it stands still: for us the same as a limit.
             limits = [read_int(group / "memory.max"), read_int(group / "memory.high")]
-            used, cache = read_int(group / "memory.current"), stat_value(group / "memory.stat", "inactive_file")
+            used, stat, before = read_int(group / "memory.current"), group / "memory.stat", ""
         else:
             # hierarchical_memory_limit also knows the parents that a container cannot see.
-            stat = group / "memory.stat"
+            stat, before = group / "memory.stat", "total_"
             limits = [read_int(group / "memory.limit_in_bytes"), stat_value(stat, "hierarchical_memory_limit")]
-            used, cache = read_int(group / "memory.usage_in_bytes"), stat_value(stat, "total_inactive_file")
+            used = read_int(group / "memory.usage_in_bytes")
         here = min((n for n in limits if n is not None and n > 0), default=physical)
         if here < physical:
             limit = min(limit, here)
-            # Cached file pages count as used, and are given up as soon as somebody needs the room.
-            available = min(available, max(0, here - max(0, (used or 0) - (cache or 0))))
+            # Cached file pages count as used, those of mapped weights too, and are given up when somebody needs the
+            # room; what lies in memory alone (tmpfs) is not among these two.
+            cached = sum(stat_value(stat, f"{before}{kind}_file") or 0 for kind in ("inactive", "active"))
+            available = min(available, max(0, here - max(0, (used or 0) - cached)))
     return Memory(physical, limit if limit < physical else None, available)
 
 
@@ -260,8 +262,13 @@ def gemm_key(cpu: str, threads: int) -> str:
     return f"{cpu} | torch {version} | {threads} threads"
 
 
+def bytes_key(cpu: str, threads: int) -> str:
+    """Under which it is kept how many bytes a second are moved and written."""
+    return f"{gemm_key(cpu, threads)} | bytes"
+
+
 def read_gemm_cache() -> dict[str, dict[str, float]]:
-    """Key → dtype → GFLOPS. What is damaged is left out, and will be measured again."""
+    """Key → dtype → GFLOPS, and by `bytes_key` GB/s. What is damaged is left out, and will be measured again."""
     path = gemm_cache()
     try:
         entries = json.loads(read_text(path)) if path else {}

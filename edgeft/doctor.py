@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import time
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,59 @@ def gemm_rates(refresh: bool = False, threads: int | None = None) -> dict[str, f
         known[key] = measure_gemm(count)
         _write_cache(known)
     return known[key]
+
+
+def byte_rates(refresh: bool = False, threads: int | None = None) -> dict[str, float]:
+    """GB/s moved in memory (`copy`) and put on the cache folder's disk (`write`); measured once, in half a second."""
+    count = threads or device.cores()
+    key = device.bytes_key(device.cpu_name(), count)
+    known = device.read_gemm_cache()
+    if refresh or key not in known:
+        known[key] = {"copy": _copy_rate(count), **_write_rate()}
+        _write_cache(known)
+    return known[key]
+
+
+def _copy_rate(threads: int) -> float:
+    """Of all threads, read and written: far more than any processor's caches hold."""
+    import torch
+
+    x, before = torch.ones(1 << 24), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        y = x + 1.0
+        best = float("inf")
+        for _ in range(5):
+            begin = time.perf_counter()
+            torch.add(x, 1.0, out=y)
+            best = min(best, time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(before)
+    return round(2 * x.nbytes / best / 1e9, 3)
+
+
+def _write_rate() -> dict[str, float]:
+    """As a checkpoint is written: with its checksum, and on the disk when it ends. Nothing where none can be."""
+    path = device.gemm_cache()
+    if path is None:
+        return {}
+    data = os.urandom(1 << 22)
+    place = path.with_name(f"{path.name}.{os.getpid()}.trial")
+    try:
+        cache.private(path.parent)
+        begin = time.perf_counter()
+        with place.open("wb") as file:
+            for _ in range(16):
+                file.write(data)
+                zlib.crc32(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return {"write": round(16 * len(data) / (time.perf_counter() - begin) / 1e9, 3)}
+    except OSError:  # read-only, or full
+        return {}
+    finally:
+        with contextlib.suppress(OSError):
+            place.unlink(missing_ok=True)
 
 
 def _write_cache(entries: dict[str, dict[str, float]]) -> None:
@@ -270,6 +324,7 @@ def examine(root: Path = ROOT, folder: Path | None = None, refresh: bool = False
             "simd": simd(root),
         },
         "gemm": {"threads": device.cores(), "gflops": {}, "fastest": None, "error": None},
+        "bytes": {},
         "accelerator": {"kind": "none", "name": None, "memory_bytes": None},
         "compiler": compiler(),
         "temperatures": sensors.temperatures(root),
@@ -281,6 +336,7 @@ def examine(root: Path = ROOT, folder: Path | None = None, refresh: bool = False
     }
     try:
         rates = gemm_rates(refresh)
+        report["bytes"] = byte_rates(refresh)
         floats = [name for name in rates if name != "int8"]  # int8 is no dtype to compute gradients in
         report["gemm"].update(gflops=rates, fastest=max(floats, key=lambda name: rates[name], default=None))
         report["accelerator"] = accelerator()

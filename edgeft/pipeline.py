@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from edgeft import device
-from edgeft.config import HowConfig, Recipe, exists
+from edgeft.config import Device, HowConfig, Recipe, exists
 from edgeft.data import rows as data_rows
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from edgeft.sparse.scheme import Scheme
     from edgeft.train.engine import Engine
 
+PLAN_ROWS = 600  # rows that `edgeft plan` looks at: a second's worth; they stand for the others
 VERIFY_ROWS = 12  # held-out rows on which an exported file must agree with the trainer
 
 
@@ -81,8 +82,10 @@ def use_threads(asked: int) -> int:
 # ---------------------------------------------------------------- prepare
 
 
-def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]:
-    """Training and held-out rows as tokens."""
+def prepare(
+    run: Run, progress: Progress, budget_bytes: int = 0, fit: bool = False
+) -> tuple[list[Encoded], list[Encoded]]:
+    """Training and held-out rows as tokens; nothing is kept of a run that does not fit its budget."""
     if run.tokens.is_file():
         return data_tokens.load(run.tokens)
     from edgeft.model.tokenizer import open_tokenizer
@@ -98,6 +101,8 @@ def prepare(run: Run, progress: Progress) -> tuple[list[Encoded], list[Encoded]]
     if not train:
         reason = dropped[0][1] if dropped else "there are none"
         raise DataError(f"no row can be trained on: {reason}", "raise data.max_tokens, or look with `edgeft data FILE`")
+    if budget_bytes:
+        make_plan(run, train, heldout, budget_bytes, progress, fit=fit)
     data_tokens.save(run.tokens, train, heldout)
     counts = {
         "train_rows": len(train),
@@ -138,24 +143,73 @@ def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, 
     return stack, chosen, scheme.apply(stack, chosen, recipe.train.seed)
 
 
-def make_plan(run: Run, shape: Shape, scheme: Scheme, longest: int, budget_bytes: int, progress: Progress) -> None:
-    """Says what the run will need, and chooses how it fits; DoesNotFitError if nothing does."""
-    from edgeft import plan
+def make_plan(
+    run: Run,
+    rows: list[Encoded],
+    heldout: list[Encoded],
+    budget_bytes: int,
+    progress: Progress,
+    engine: Engine | None = None,
+    fit: bool = False,
+) -> dict[str, Any]:
+    """Says what the run will need, and chooses how it fits; DoesNotFitError if nothing does.
 
-    place, asked = run.path / "plan.json", asdict(run.recipe.how)
+    engine: what computes, once that is known; before, what will is foretold.
+    """
+    from edgeft.plan import memory
+    from edgeft.plan.fit import Job, Machine, make
+    from edgeft.plan.rows import Load
+    from edgeft.plan.shape import shape_of
+
+    recipe, place = run.recipe, run.path / "plan.json"
     before = run.read_json(place) or {}
-    if before.get("asked") == asked and before.get("budget_bytes") == budget_bytes:
-        # as it was planned: kernels compiled since then need less memory, and other micro-batches round otherwise
-        found, run.recipe.how = before, HowConfig(**before["how"])
-    else:
-        found = {**plan.fit(run.recipe, shape, scheme, longest, budget_bytes), "asked": asked}
-        run.write_json(place, found)
-    progress.line(plan.describe(found))
+    if engine and before.get("asked") == asdict(recipe.how) and before.get("budget_bytes") == budget_bytes:
+        # as it was planned: other micro-batches would round otherwise
+        recipe.how = HowConfig(**before["how"])
+        return before
+    machine = Machine.here(recipe.how.threads)
+    known = memory.Engine(engine.kernels is not None, engine.half, machine.threads) if engine else None
+    shape = shape_of(model_source(recipe.model.path), recipe.model.frozen)
+    job = Job(recipe, shape, Load(rows, heldout, recipe), machine, known)
+    chosen, found = make(job, budget_bytes, fit)
+    if found["changed"]:
+        recipe.update, recipe.model = chosen.recipe.update, chosen.recipe.model
+        run.write_recipe()
+    recipe.how = chosen.recipe.how
+    run.write_json(place, found)
+    progress.plan(found)
+    return found
+
+
+def plan_of(recipe: Recipe, profile: Device, budget_bytes: int, fit: bool = False) -> dict[str, Any]:
+    """The plan of a run that is not begun: a header and some rows are read."""
+    from edgeft.model.tokenizer import open_tokenizer
+    from edgeft.plan.fit import Job, Machine, make
+    from edgeft.plan.rows import Load
+    from edgeft.plan.shape import shape_of
+
+    source, data = model_source(recipe.model.path), recipe.data
+    check_model(source, recipe.model.frozen)
+    dataset = data_rows.load(data)
+    tokenizer = open_tokenizer(source)
+    given, held = dataset.train, dataset.heldout[: data.heldout_rows]
+    some, few = given[:PLAN_ROWS], held[:PLAN_ROWS]
+    rows, _ = data_tokens.encode_rows(some, tokenizer, data.max_tokens, data.system)
+    heldout, _ = data_tokens.encode_rows(few, tokenizer, data.max_tokens, data.system)
+    if not rows:
+        raise DataError("no row can be trained on: there are none", "look with `edgeft data FILE`")
+    # of those that are not looked at, as many are left out
+    count = round(len(given) * len(rows) / len(some))
+    held_count = round(len(held) * len(heldout) / len(few)) if few else 0
+    here = profile.name == "auto"
+    machine = Machine.here(recipe.how.threads) if here else Machine.of(profile, recipe.how.threads)
+    load = Load(rows, heldout, recipe, count, held_count)
+    return make(Job(recipe, shape_of(source, recipe.model.frozen), load, machine), budget_bytes, fit)[1]
 
 
 def choose_engine(run: Run, shape: Shape, scheme: Scheme, rows: list[Encoded], progress: Progress) -> Engine:
     from edgeft.train import engine
-    from edgeft.train.loop import Schedule
+    from edgeft.train.schedule import Schedule
     from edgeft.work import step_flops
 
     tokens, targets = sum(len(r.ids) for r in rows), sum(int(r.trained.sum()) for r in rows)
@@ -182,11 +236,14 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     if max(int(r.ids.max()) for r in rows + heldout) >= shape.vocabulary:
         raise RunError(f"{run.tokens} holds tokens that the model does not have", "delete it: it is made anew")
     planned = schemes.make(run.recipe.update, shape.depth, GGUF.open(source).arch if is_gguf(source) else "llama")
+    if budget_bytes and run.recipe.how.products == "auto":  # bf16 ones may have been planned without
+        before = run.read_json(run.path / "plan.json") or {}
+        run.recipe.how.products = (before.get("how") or {}).get("products", "auto")
     engine = choose_engine(run, shape, planned, rows, progress)
     run.recipe.how.compile = "on" if engine.kernels else "off"  # what `auto` came to: the plan depends on it
     run.recipe.how.products = "bf16" if engine.half else "fp32"
     if budget_bytes:
-        make_plan(run, shape, planned, max(len(r.ids) for r in rows + heldout), budget_bytes, progress)
+        make_plan(run, rows, heldout, budget_bytes, progress, engine)
     stack, scheme, parameters = build(run.recipe, engine)
     trained = sum(p.numel() for p in parameters.values())
     progress.line(
@@ -315,7 +372,7 @@ def chat_file(target: Path) -> Path:
 # ---------------------------------------------------------------- all of it
 
 
-def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> None:
+def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0, fit: bool = False) -> None:
     """One stage of `edgeft finetune`, in the process that stage.py gave it; what comes out stands in the run folder."""
     source = model_source(run.recipe.model.path)
     if name in ("export", "eval"):
@@ -326,7 +383,7 @@ def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0) -> 
         check_model(source, run.recipe.model.frozen)
         check_scheme(run.recipe, source)
         check_disk(run, source)
-        prepare(run, progress)
+        prepare(run, progress, budget_bytes, fit)
     elif name == "train":
         train(run, progress, budget_bytes)
     elif name == "export":

@@ -183,9 +183,12 @@ class Run:
         run.lock()
         for folder in (path, run.checkpoints, run.trunk):
             sweep(folder, locked=True)
-        with replacing(run.recipe_file) as file:
-            file.write(config.dump(recipe).encode())
+        run.write_recipe()
         return run
+
+    def write_recipe(self) -> None:
+        with replacing(self.recipe_file) as file:
+            file.write(config.dump(self.recipe).encode())
 
     def lock(self) -> None:
         """Held until this process ends, however it ends."""

@@ -27,6 +27,7 @@ class Screen(Progress):
         self.began = self.said = 0.0
         self.paused_at: float | None = None
         self.paused_s = 0.0
+        self.all_left = ""  # how long the whole run will take, where somebody said so
 
     def clock(self) -> float:
         """Stands still in a pause, so that the time left is that of work."""
@@ -40,7 +41,7 @@ class Screen(Progress):
 
     def stage(self, name: str, total: float) -> None:
         self.end()
-        self.name, self.total, self.done = name, total, 0.0
+        self.name, self.total, self.done, self.all_left = name, total, 0.0, ""
         self.began = self.said = self.clock()
         if self.console.is_terminal:
             self.bar = Bar(
@@ -51,8 +52,19 @@ class Screen(Progress):
             self.bar.add_task(name, total=total, note="")
             self.bar.start()
 
+    def left(self, seconds: float) -> None:
+        from edgeft.report.words import duration
+
+        self.all_left = f" · {duration(seconds)} left in all"
+
+    def plan(self, plan: dict[str, Any]) -> None:
+        from edgeft.plan.show import print_plan
+
+        print_plan(self.console, plan)
+
     def advance(self, amount: float, note: str = "") -> None:
         self.done += amount
+        note += self.all_left
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], advance=amount, note=note)
         elif amount and self.clock() - self.said >= PLAIN_EVERY_S:
@@ -179,6 +191,7 @@ def print_doctor(console: Console, found: dict[str, Any]) -> None:
                 f"{cpu['name']} · {cpu['cores']} cores · {' '.join(cpu['simd']) or 'no vector extensions known'}",
             ),
             ("matrix products", f"{rates} GFLOPS on {gemm['threads']} threads"),
+            ("bytes", ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in found["bytes"].items()) or "not measured"),
             ("accelerator", f"{accelerator['kind']} {accelerator['name'] or ''}".strip()),
             ("compiler", compiler["version"] if compiler else "none"),
             ("temperature", heat),

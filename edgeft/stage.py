@@ -16,7 +16,8 @@ import threading
 import time
 from typing import Any
 
-from edgeft.errors import EdgeftError, KilledError, StoppedError
+from edgeft.errors import DoesNotFitError, EdgeftError, KilledError, StoppedError
+from edgeft.limit import Limit, hard_limit
 from edgeft.run import Run, read_json, write_json
 
 STAGES = ("prepare", "train", "export", "eval")
@@ -42,10 +43,22 @@ def complete(run: Run, name: str) -> bool:
     return all(file.is_file() and (file.suffix != ".json" or read_json(file) is not None) for file in made[name])
 
 
-def finetune(run: Run, until: str, budget_bytes: int = 0, to_stderr: bool = False) -> dict[str, Any]:
-    """Every stage up to `until`; what comes out stands in the run folder, and is put together here."""
+def finetune(
+    run: Run,
+    until: str,
+    budget_bytes: int = 0,
+    to_stderr: bool = False,
+    fit: bool = False,
+    enforce: bool = False,
+) -> dict[str, Any]:
+    """Every stage up to `until`; what comes out stands in the run folder, and is put together here.
+
+    fit: what is learned may shrink to fit the budget; enforce: the system holds the stages to it.
+    """
     peaks = read_json(run.peaks) or {}
-    with Children(run, budget_bytes, to_stderr) as children:
+    with contextlib.ExitStack() as contexts:
+        limit = contexts.enter_context(hard_limit(budget_bytes)) if enforce else None
+        children = contexts.enter_context(Children(run, budget_bytes, to_stderr, fit, limit))
         for name in STAGES[: STAGES.index(until) + 1]:
             if complete(run, name):
                 continue
@@ -63,6 +76,8 @@ def finetune(run: Run, until: str, budget_bytes: int = 0, to_stderr: bool = Fals
     if "train" in wanted:
         result |= read_json(run.done) or {}
     result["peaks"] = {name: peaks[name] for name in wanted if name in peaks}
+    if limit is not None:
+        result["limit"] = {"bytes": limit.bytes, "by": limit.kind}
     if "export" in wanted:
         result["export"] = read_json(run.exported)
     if "eval" in wanted:
@@ -76,8 +91,11 @@ def finetune(run: Run, until: str, budget_bytes: int = 0, to_stderr: bool = Fals
 class Children:
     """Runs one stage at a time; as a context, it passes on what asks this process to stop."""
 
-    def __init__(self, run: Run, budget_bytes: int, to_stderr: bool) -> None:
-        self.run, self.budget_bytes, self.to_stderr = run, budget_bytes, to_stderr
+    def __init__(
+        self, run: Run, budget_bytes: int, to_stderr: bool, fit: bool = False, limit: Limit | None = None
+    ) -> None:
+        self.run, self.budget_bytes, self.to_stderr, self.fit = run, budget_bytes, to_stderr, fit
+        self.limit = limit
         self.child: subprocess.Popen[bytes] | None = None
         self.asked = 0  # how often this process was asked to stop
         self._before: dict[int, Any] = {}
@@ -120,6 +138,7 @@ class Children:
             "run": str(self.run.path),
             "stage": name,
             "budget_bytes": self.budget_bytes,
+            "fit": self.fit,
             "to_stderr": self.to_stderr,
             "answer": answer,
             "lock": lock,
@@ -130,7 +149,10 @@ class Children:
         try:
             # A session of its own: Ctrl-C in the terminal reaches this process alone, and the stage exactly once.
             child = subprocess.Popen(
-                command, pass_fds=[answer] if lock is None else [answer, lock], start_new_session=True
+                command,
+                pass_fds=[answer] if lock is None else [answer, lock],
+                start_new_session=True,
+                preexec_fn=self.limit.join if self.limit else None,
             )
             self.child = child
             os.close(answer)
@@ -152,7 +174,7 @@ class Children:
         except ValueError:
             found = {}
         if "error" in found:
-            error = EdgeftError(*found["error"])
+            error = (DoesNotFitError if code == DoesNotFitError.exit_code else EdgeftError)(*found["error"])
             error.exit_code = code
             raise error
         if "pipe" in found:
@@ -162,6 +184,12 @@ class Children:
         hint = f"go on with `edgeft finetune --resume --out {self.run.path}`"
         if code < 0 and self.asked:  # before it could listen
             raise StoppedError(f"stopped in the {name} stage; what was complete is kept", hint)
+        if code == -signal.SIGKILL and self.limit is not None and self.limit.kills:
+            raise DoesNotFitError(
+                f"the {name} stage took more than {self.limit.bytes >> 20} MiB and was ended by the limit that "
+                f"--enforce set ({self.limit.kind})",
+                f"{hint} and a larger --memory; what was complete is kept",
+            )
         if code < 0:
             killed = signal.Signals(-code)
             memory = " (out of memory?)" if killed == signal.SIGKILL else ""
@@ -201,10 +229,18 @@ def main() -> None:
         from edgeft.screen import Screen
 
         with Screen(Console(stderr=given["to_stderr"], highlight=False)) as screen:
-            pipeline.do_stage(run, given["stage"], screen, given["budget_bytes"])
+            pipeline.do_stage(run, given["stage"], screen, given["budget_bytes"], given["fit"])
         sys.stdout.flush()
     except EdgeftError as error:
         code, said["error"] = error.exit_code, [error.message[:ERROR_BYTES], error.hint[:ERROR_BYTES]]
+    except (MemoryError, RuntimeError) as error:
+        from edgeft.train.watch import is_refusal
+
+        if not is_refusal(error):
+            raise
+        hint = f"what is complete is kept: `edgeft finetune --resume --out {given['run']}` goes on when there is more"
+        code = DoesNotFitError.exit_code
+        said["error"] = [f"the system gave the {given['stage']} stage no more memory", hint]
     except KeyboardInterrupt:
         code = STOPPED
     except BrokenPipeError:

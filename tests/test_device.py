@@ -421,6 +421,16 @@ def test_damaged_cache_is_measured_again(cache: Path, text: str) -> None:
     assert json.loads(cache.read_text()) == {key: rates}
 
 
+def test_bytes_a_second_are_measured_once(cache: Path) -> None:
+    rates = doctor.byte_rates(threads=1)
+    assert rates["copy"] > 0.1
+    assert rates["write"] > 0
+    assert json.loads(cache.read_text()) == {device.bytes_key(device.cpu_name(), 1): rates}
+    assert [p.name for p in cache.parent.iterdir()] == ["gemm.json"]
+    assert doctor.byte_rates(threads=1) == rates
+    assert device.this_machine().gemm_gflops == 0.0
+
+
 def test_cache_that_cannot_be_written(cache: Path) -> None:
     cache.parent.parent.write_text("a file where the folder should be")
     assert doctor.gemm_rates(threads=1)["fp32"] > 0

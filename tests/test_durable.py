@@ -20,12 +20,14 @@ import torch
 
 from edgeft import config, disk, pipeline, plan
 from edgeft.errors import DamagedError, EdgeftError, RunError
-from edgeft.model import compiled
+from edgeft.plan import memory
 from edgeft.run import Run, sweep
 from edgeft.sparse import scheme as schemes
 from edgeft.train import checkpoint, loop, trunk
+from edgeft.train.engine import Engine
 from edgeft.train.progress import Progress
 from tests.conftest import Edgeft, small_rows
+from tests.test_plan import row
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -167,24 +169,24 @@ def test_a_run_goes_on_from_damaged_files_to_the_same_weights(data: Path, tmp_pa
 
 
 def test_a_resumed_run_keeps_its_plan(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that were compiled in the meantime need less memory, and other micro-batches round otherwise."""
-    run = start(tmp_path / "run", data, "how.compile=auto", "how.micro_batch_tokens=4096")
-    shape = plan.shape_of(str(run.recipe.model.path), "auto")
-    scheme = schemes.make(run.recipe.update, shape.depth, "llama")
-    budget = 600 << 20
-    chosen = []
-    for built in (False, True):
-        monkeypatch.setattr(compiled, "is_built", lambda built=built: built)
-        run = again(run)
-        pipeline.make_plan(run, shape, scheme, 64, budget, Progress())
-        chosen.append(run.recipe.how.micro_batch_tokens)
-    assert chosen[0] == chosen[1]
-    fresh = start(tmp_path / "fresh", data, "how.compile=auto", "how.micro_batch_tokens=4096")
-    pipeline.make_plan(fresh, shape, scheme, 64, budget, Progress())
-    assert fresh.recipe.how.micro_batch_tokens > chosen[0]  # so it would have been, without keeping it
-    run = again(run)
-    pipeline.make_plan(run, shape, scheme, 64, 2 * budget, Progress())  # told otherwise
-    assert run.recipe.how.micro_batch_tokens > chosen[0]
+    """What is planned may need less by then (kernels were compiled), and other micro-batches round otherwise."""
+    rows = [row(256, 8, seed) for seed in range(48)]
+    run = start(tmp_path / "run", data, "how.micro_batch_tokens=4096")
+
+    def planned(budget_bytes: int) -> tuple[config.HowConfig, int]:
+        """As the train stage does, which knows its engine: (how, peak)."""
+        fresh = again(run)
+        fresh.recipe.how.compile, fresh.recipe.how.products = "off", "fp32"
+        found = pipeline.make_plan(fresh, rows, rows[:4], budget_bytes, Progress(), Engine(None))
+        return fresh.recipe.how, found["peak_bytes"]
+
+    asked, free = planned(64 << 30)
+    budget = int(0.95 * free)
+    tight, _ = planned(budget)
+    assert tight != asked
+    monkeypatch.setattr(memory, "TRANSFORMERS_BYTES", 1 << 20)  # everything needs less now
+    assert planned(budget)[0] == tight
+    assert planned(budget + 1)[0] == asked  # told otherwise
 
 
 def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:

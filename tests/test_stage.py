@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from edgeft import config, stage
-from edgeft.errors import EdgeftError, KilledError, RunError
+from edgeft import config, device, limit, stage
+from edgeft.errors import DoesNotFitError, EdgeftError, KilledError, RunError
 from edgeft.run import Run
 from tests.conftest import Edgeft, small_rows
 
@@ -63,6 +63,37 @@ def test_a_killed_stage_is_told(run: Run, monkeypatch: pytest.MonkeyPatch, numbe
         stage.finetune(run, "eval")
     assert caught.value.exit_code == code
     assert ("out of memory?" in caught.value.message) == (number == signal.SIGKILL)
+
+
+@pytest.mark.skipif(not limit.can_make_group(), reason="no control group can be made here")
+def test_a_stage_that_takes_more_than_its_limit_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = []
+
+    def noted(bytes_: int) -> contextlib.AbstractContextManager[limit.Limit]:
+        found = limit.hard_limit(bytes_)
+        groups.append(found)
+        return found
+
+    monkeypatch.setattr(stage, "hard_limit", noted)
+    fake(monkeypatch, "taken = bytearray(b'1') * (400 << 20)")
+    with pytest.raises(DoesNotFitError, match="the prepare stage took more than 128 MiB and was ended") as caught:
+        stage.finetune(run, "eval", 128 << 20, enforce=True)
+    assert caught.value.exit_code == 3
+    assert len(groups) == 1
+    assert not [path for _, group in device.control_groups(device.ROOT, "memory") for path in group.glob("edgeft-*")]
+
+
+def test_without_groups_a_stage_is_refused_what_goes_beyond_its_limit(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "hard_limit", lambda size: limit.hard_limit(size, root=tmp_path))
+    fake(
+        monkeypatch,
+        "from edgeft import pipeline, stage\npipeline.do_stage = lambda *_: bytearray(1 << 30)\nstage.main()",
+    )
+    with pytest.raises(DoesNotFitError, match="the system gave the prepare stage no more memory") as caught:
+        stage.finetune(run, "eval", 600 << 20, enforce=True)
+    assert caught.value.exit_code == 3
 
 
 def test_an_error_comes_with_its_hint_and_code(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

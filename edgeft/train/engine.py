@@ -17,8 +17,6 @@ from edgeft.model.kernels import Kernels
 from edgeft.run import Run
 from edgeft.train.progress import Progress
 
-SAVED_SHARE = 0.4  # of the time of plain torch, by `scripts/ablate.py`
-COMPILE_S = 10.0  # on a slow board; 2 to 3 on a laptop
 SLOWER = "training runs in plain torch, at about half the speed"
 
 
@@ -85,7 +83,7 @@ def _wanted(run: Run, flops: float, progress: Progress) -> bool:
         what = "C++ compiler" if compiled.compiler() is None else "home folder to keep compiled kernels in"
         progress.line(f"no {what} here: {SLOWER}")
         return False
-    return SAVED_SHARE * flops / trial_flops_per_s() > COMPILE_S
+    return compiled.pays(flops, trial_flops_per_s())
 
 
 def trial_flops_per_s() -> float:

@@ -20,10 +20,9 @@ import psutil
 import torch
 from torch import nn
 
-from edgeft.config import TrainConfig
 from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest, epoch_order
-from edgeft.errors import DamagedError, EdgeftError, RunError, StoppedError
+from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
 from edgeft.model import spare
 from edgeft.model.block import padded
 from edgeft.model.pool import pool
@@ -38,47 +37,12 @@ from edgeft.train.governor import Governor
 from edgeft.train.guard import Guard
 from edgeft.train.progress import Progress
 from edgeft.train.qas import Qas
+from edgeft.train.remaining import Remaining
+from edgeft.train.schedule import Schedule as Schedule
+from edgeft.train.watch import Watch, is_refusal
 from edgeft.work import step_flops
 
 CHOOSING_ROWS = 16  # whose gradients decide which channels are trained
-
-
-@dataclass
-class Schedule:
-    """Steps and learning rates of a run."""
-
-    rows: int
-    train: TrainConfig
-    width: int = 0  # of the model
-
-    @property
-    def peak(self) -> float:
-        """Adam moves every weight by the rate; the more of them a sum has, the less each may move."""
-        scaled = self.train.lr_width and self.width
-        return self.train.lr * self.train.lr_width / self.width if scaled else self.train.lr
-
-    @property
-    def per_epoch(self) -> int:
-        return -(-self.rows // self.train.batch_rows)
-
-    @property
-    def steps(self) -> int:
-        steps = max(1, math.ceil(self.train.epochs * self.per_epoch))
-        return min(steps, self.train.steps) if self.train.steps else steps
-
-    def lr(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to final_lr × lr."""
-        peak, warm = self.peak, max(1, round(self.train.warmup * self.steps))
-        if step < warm:
-            return peak * (step + 1) / warm
-        share = (step - warm) / max(1, self.steps - warm)
-        low = self.train.final_lr
-        return peak * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
-
-    def validate_after(self) -> set[int]:
-        """Counts of finished steps after which the held-out loss is taken; the end is one of them."""
-        times = self.train.validations
-        return {max(1, round(self.steps * (i + 1) / times)) for i in range(times)}
 
 
 @contextmanager
@@ -154,6 +118,9 @@ class Trainer:
         self.saved: int | None = None  # the step that this process saved last
         self.guard = Guard()
         self.process = psutil.Process()
+        longest = max(map(len, self.forest.paths))
+        self.watch = Watch(run, progress, longest, lambda: int(self.process.memory_info().rss), _let_go)
+        self.remaining = Remaining(run.read_json(run.path / "plan.json") or {}, self.schedule.steps)
 
     @property
     def engine(self) -> str:
@@ -192,20 +159,26 @@ class Trainer:
     def backward(self, rows: list[int], stopping: Callable[[], bool]) -> Passed | None:
         """Gradients of the mean loss over all targets of these rows, whatever the micro-batches; None: stopped."""
         targets = self.forest.trained(rows)
-        parts = list(self.forest.micro_batches(rows, self.run.recipe.how.micro_batch_tokens))
+        parts = self._parts(rows)
         passed = Passed()
-        for part in parts:
+        while parts:
             if stopping():
                 return None
+            if self.watch.look():  # the same rows in smaller passes
+                parts = self._parts([row for part in parts for row in part])
+            part = parts.pop(0)
             nodes, batch = self.forest.batch(part)
             self._choose_tokens(batch, part[0])
             piece = self.loss(nodes, batch) / targets
             passed.loss += float(piece.detach())
-            with self.optimizer.last_pass(passed.loss) if part is parts[-1] else nullcontext():
+            with nullcontext() if parts else self.optimizer.last_pass(passed.loss):
                 piece.backward()  # type: ignore[no-untyped-call]
             passed.tokens += len(nodes)
             passed.flops += self.flops(batch)
         return passed
+
+    def _parts(self, rows: list[int]) -> list[list[int]]:
+        return list(self.forest.micro_batches(rows, self.run.recipe.how.micro_batch_tokens))
 
     def _take_turn(self) -> None:
         """`update.cycle_blocks`: other blocks than before are trained. What the optimiser knew of those before is gone:
@@ -262,16 +235,21 @@ class Trainer:
         self.began = time.monotonic()
         with stop_requests() as asked:
             self.governor = Governor(self.run, self.progress, asked)
-            pausing = self.governor.between
             found = trunk.prepare(
-                self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, pausing, self.engine
-            )
+                self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, self._between_trunks,
+                self.engine,
+            )  # fmt: skip
             if found is None:
                 raise self._stopped()
             self.trunk = found
             spare.trim()
             self._restore()
             self._fit(lambda: self.governor.between(self._save_before_pause))
+
+    def _between_trunks(self) -> bool:
+        """True: asked to stop."""
+        self.watch.look("trunk")
+        return self.governor.between()
 
     def _fit(self, stopping: Callable[[], bool]) -> None:
         schedule = self.schedule
@@ -294,7 +272,11 @@ class Trainer:
             lr = schedule.lr(self.step) * self.guard.rate
             self.optimizer.set_rate(lr)
             self._take_turn()
-            passed = self.backward(self.step_rows(self.step), stopping)
+            try:
+                passed = self.backward(self.step_rows(self.step), stopping)
+            except (DoesNotFitError, MemoryError, RuntimeError) as error:
+                self._no_memory(error)
+                continue
             if passed is None:
                 self.optimizer.clear()
                 self.save()
@@ -310,6 +292,7 @@ class Trainer:
             self.run.log(
                 event="step", step=self.step, loss=passed.loss, lr=lr, grad_norm=norm,
                 tokens=passed.tokens, flops=passed.flops, seconds=round(seconds, 4), rss_bytes=rss,
+                planned_bytes=self.watch.planned_bytes, left_s=self._left(seconds),
             )  # fmt: skip
             note = f"loss {passed.loss:.3f} · {passed.tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"
             self.progress.advance(1, note + self.governor.note)
@@ -343,6 +326,25 @@ class Trainer:
                 **self.governor.totals(),
             },
         )
+
+    def _left(self, seconds: float) -> float | None:
+        """Seconds that the run will still take, with all later stages; this step took `seconds`."""
+        self.remaining.step(seconds)
+        left = self.remaining.left(self.step)
+        if left is not None:
+            self.progress.left(left)
+        return None if left is None else round(left, 1)
+
+    def _no_memory(self, error: Exception) -> None:
+        """A pass did not get the memory it wanted: the step is taken again in smaller ones, or the run is saved."""
+        if not isinstance(error, DoesNotFitError) and not is_refusal(error):
+            raise error
+        self.optimizer.clear()
+        smaller = not isinstance(error, DoesNotFitError) and not self.run.recipe.how.step_in_place
+        if smaller and self.watch.smaller("the system gave no more memory"):
+            return
+        self.save()
+        raise error if isinstance(error, DoesNotFitError) else self.watch.refused() from None
 
     def _validate(self) -> None:
         begin = self.governor.worked_s()
@@ -462,6 +464,11 @@ class Trainer:
             f"stopped at step {self.step} of {self.schedule.steps}; everything so far is saved",
             f"go on with `edgeft finetune --resume --out {self.run.path}`",
         )
+
+
+def _let_go(tokens: int) -> None:
+    """Buffers of passes that were larger."""
+    pool.resize(padded(tokens))
 
 
 def damage(run: Run, progress: Progress) -> checkpoint.Tell:

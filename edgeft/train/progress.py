@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Progress:
     """Says nothing. The command line has one that draws."""
@@ -11,6 +13,12 @@ class Progress:
 
     def advance(self, amount: float, note: str = "") -> None:
         """A part of the stage is done."""
+
+    def left(self, seconds: float) -> None:
+        """So long will all that follows take, later stages included."""
+
+    def plan(self, plan: dict[str, Any]) -> None:
+        """What the run will need, before it begins."""
 
     def line(self, text: str) -> None:
         """Something worth keeping on the screen."""

@@ -26,11 +26,11 @@ from edgeft.model.packed import PackedLinear
 from edgeft.model.stack import Batch, Stack
 from edgeft.run import Run, sweep, writing
 from edgeft.train.progress import Progress
+from edgeft.train.schedule import WITHOUT_GRADIENT
 
 FORMAT = 2
 ROWS_PER_SYNC = 256  # after so many rows the place reached is written down
 SYNC_S = 10.0  # block by block: after so many seconds
-WITHOUT_GRADIENT = 2  # micro-batches may be so many times larger where no activation is kept for a backward pass
 DROP_HINT = "see and clear the cache with `edgeft cache`, or keep it in the run folder: --set how.trunk_place=run"
 
 
@@ -351,10 +351,14 @@ class _Maker:
         self.run, self.stack, self.forest, self.cut, self.entry, self.codec = run, stack, forest, cut, entry, codec
         self.note, self.shared, self.progress, self.stopping = note, shared, progress, stopping
         how = run.recipe.how
-        self.tokens = WITHOUT_GRADIENT * how.micro_batch_tokens
         self.blocks = how.trunk_order == "blocks" and cut > 1
         # what a half-made file depends on beside its key: how the rows are cut up
         self.way = {"order": how.trunk_order, "micro_batch": self.tokens if self.blocks else 0, "format": FORMAT}
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch; they get smaller where memory turns out to be short."""
+        return WITHOUT_GRADIENT * self.run.recipe.how.micro_batch_tokens
 
     def make(self) -> bool:
         """False when asked to stop on the way."""

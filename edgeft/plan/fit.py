@@ -1,0 +1,425 @@
+"""A plan: how a run fits its budget, in the fastest way that does; or what it would take, where none does.
+
+*How* is chosen freely (micro-batch, recomputation, order of the trunk, pages given back, AdamW's precision). *What* is
+learned stays as it is, unless `fit` was asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgeft import device
+from edgeft.config import CHANNELS, TENSORS, Device, HowConfig, PartConfig, Recipe
+from edgeft.errors import ConfigError, DoesNotFitError
+from edgeft.model import compiled, ggml
+from edgeft.plan import memory, seconds
+from edgeft.plan.memory import Engine
+from edgeft.plan.rows import Load, total
+from edgeft.plan.seconds import Rates
+from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters
+from edgeft.sparse import scheme as schemes
+from edgeft.sparse.scheme import Scheme
+from edgeft.work import step_flops
+
+SMALLEST = 64  # tokens of a micro-batch, below which products are too thin to be worth it
+SLACK = 0.03  # of the budget is left free: a plan may be off by so much
+LANES = 16  # of the widest vectors: heads are whole ones
+ATTENTION = ("q", "k", "v", "o")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it runs."""
+
+    name: str
+    rates: Rates
+    timed: bool  # are these known?
+    threads: int
+    bf16: bool  # the processor has instructions for such products
+    built: bool  # kernels are compiled already
+    compiler: bool  # or can be
+
+    @staticmethod
+    def here(threads: int) -> Machine:
+        count = min(threads or device.cores(), device.cores())
+        rates, able = seconds.of_this_machine(count), compiled.compiler() is not None
+        return Machine("this machine", rates, True, count, compiled.multiplies_bf16(), compiled.is_built(), able)
+
+    @staticmethod
+    def of(profile: Device, threads: int) -> Machine:
+        """Another machine; that it has a compiler is assumed, bf16 instructions are not."""
+        rates = seconds.of_profile(profile)
+        unknown = Rates(1e11, 0.0, 1e10, seconds.WRITE_BYTES, "nothing: the profile says no rate")
+        return Machine(
+            profile.name, rates or unknown, rates is not None, threads or profile.cores, False, False, compiler=True
+        )
+
+
+class Job:
+    """One run as it is planned."""
+
+    def __init__(
+        self, recipe: Recipe, shape: Shape, load: Load, machine: Machine, engine: Engine | None = None
+    ) -> None:
+        """engine: where a run has one already."""
+        self.recipe, self.shape, self.load, self.machine = recipe, shape, load, machine
+        self.scheme: Scheme = schemes.make(recipe.update, shape.depth, shape.arch)
+        self.engine = engine or self._engine()
+        self.free_products = engine is None and recipe.how.products == "auto"
+        # what `auto` comes to: the plan is for this
+        compile_, products = "on" if self.engine.kernels else "off", "bf16" if self.engine.half else "fp32"
+        self.recipe = dataclasses.replace(
+            recipe, how=dataclasses.replace(recipe.how, compile=compile_, products=products)
+        )
+        self.exported_bytes = exported_bytes(shape, self.scheme, recipe.export.type)
+
+    def _engine(self) -> Engine:
+        """As train/engine.py will choose."""
+        how, machine, load = self.recipe.how, self.machine, self.load
+        able = self.shape.head % LANES == 0 and self.shape.gate == "silu"
+        kernels = how.compile == "on" or self.recipe.train.token_share < 1
+        if how.compile == "auto" and not kernels:
+            steps = load.passes(how.micro_batch_tokens)
+            every = total([one for step in steps for one in step])
+            work = step_flops(self.shape, self.scheme, every.tokens, 0, every.asked, 0, every.targets)
+            worth = compiled.pays(work * load.steps / max(1, len(steps)), machine.rates.fp32)
+            kernels = able and (machine.built or (machine.compiler and worth))
+        half = how.products == "bf16" or (how.products == "auto" and kernels and machine.bf16)
+        return Engine(kernels, half, machine.threads)
+
+    def with_how(self, how: HowConfig) -> Job:
+        found = copy.copy(self)
+        found.recipe = dataclasses.replace(self.recipe, how=how)
+        found.engine = dataclasses.replace(self.engine, half=how.products == "bf16")
+        return found
+
+    def stages(self, budget_bytes: int) -> dict[str, dict[str, int]]:
+        return memory.stages(
+            self.shape, self.scheme, self.recipe, self.load, self.engine, self.exported_bytes, budget_bytes
+        )
+
+    def peak(self, budget_bytes: int) -> int:
+        return max(map(memory.peak, self.stages(budget_bytes).values()))
+
+    def clock(self) -> seconds.Clock:
+        return seconds.Clock(self.shape, self.scheme, self.recipe, self.load, self.engine, self.machine.rates)
+
+    def seconds(self) -> float:
+        return sum(self.clock().stages(self.exported_bytes).values())
+
+
+def exported_bytes(shape: Shape, scheme: Scheme, type_name: str) -> int:
+    """Of the exported file's tensors."""
+    if not shape.mapped:  # in 16 bits, and the base is converted first
+        return 2 * 2 * (shape.depth * shape.block_parameters + 2 * shape.vocabulary * shape.width)
+    total = shape.file_bytes
+    for block, tensor in scheme.shares:
+        rows, cols = shape.linear(tensor)
+        packed = shape.packed_bytes(block, tensor)
+        if type_name == "keep" or (type_name == "auto" and packed >= 2 * rows * cols):
+            continue
+        total += rows * ggml.row_bytes(ggml.type_id("q8_0" if type_name == "auto" else type_name), cols) - packed
+    return total + sum(4 * shape.linear(tensor)[0] for _, tensor in scheme.biases)
+
+
+# ---------------------------------------------------------------- how
+
+
+def _states(job: Job) -> list[str]:
+    """Precisions of AdamW's moments, from the one that was asked for down, where there is code for others."""
+    asked, order = job.recipe.how.optimizer_state, list(STATE_BYTES)
+    if not job.engine.kernels or job.recipe.train.optimizer != "adamw":
+        return [asked]
+    qas = job.recipe.update.method == "qas"  # whose moments are never bf16
+    return [state for state in order[order.index(asked) :] if not (qas and state == "bf16")]
+
+
+def _products(job: Job) -> list[str]:
+    """bf16 ones need code for every size of a product; where nobody asked for them, they can be left out."""
+    asked = job.recipe.how.products
+    return [asked, "fp32"] if job.free_products and asked == "bf16" else [asked]
+
+
+def ways(job: Job) -> Iterator[HowConfig]:
+    """As asked first, then all that need less, in any combination."""
+    asked = job.recipe.how
+    size = asked.micro_batch_tokens
+    sizes = [size, *(n for n in (512, 256, 128, SMALLEST) if n < size)]
+    recompute, spare = sorted({asked.recompute, True}), sorted({asked.spare_memory, True})
+    orders = [asked.trunk_order] + (["blocks"] if asked.trunk_order == "rows" else [])
+    every = itertools.product(_products(job), _states(job), orders, spare, recompute, sizes)
+    for products, state, order, give_back, again, tokens in every:
+        yield dataclasses.replace(
+            asked,
+            micro_batch_tokens=tokens,
+            recompute=again,
+            trunk_order=order,
+            spare_memory=give_back,
+            optimizer_state=state,
+            products=products,
+        )
+
+
+def frugal(job: Job) -> HowConfig:
+    """What needs least."""
+    asked = job.recipe.how
+    return dataclasses.replace(
+        asked,
+        micro_batch_tokens=min(SMALLEST, asked.micro_batch_tokens),
+        recompute=True,
+        trunk_order="blocks",
+        spare_memory=True,
+        optimizer_state=_states(job)[-1],
+        products=_products(job)[-1],
+    )
+
+
+def choose(job: Job, budget_bytes: int) -> Job | None:
+    """As asked, if that fits; else the fastest way that does."""
+    best: tuple[float, Job] | None = None
+    for number, way in enumerate(ways(job)):
+        tried = job.with_how(way)
+        if budget_bytes and tried.peak(budget_bytes) > (1 - SLACK) * budget_bytes:
+            continue
+        if number == 0:
+            return tried
+        took = tried.seconds()
+        if best is None or took < best[0]:
+            best = (took, tried)
+    return best[1] if best else None
+
+
+# ---------------------------------------------------------------- what
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that make a run smaller."""
+
+    settings: dict[str, Any]  # `update.blocks` → value
+    job: Job
+
+    def options(self) -> str:
+        return " ".join(f"--set {key}={_yaml(value)}" for key, value in self.settings.items())
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, PartConfig):
+        known = dataclasses.asdict(value).items()
+        return "{" + ",".join(f"{key}: {_yaml(item)}" for key, item in known) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_yaml, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _block_options(scheme: Scheme) -> list[Any]:
+    """The upper part of what is trained: the trunk grows, and with it what runs only once."""
+    blocks, found = scheme.blocks, []
+    for share in (0.75, 0.5, 0.25, 0.0):
+        kept = blocks[-max(1, round(share * len(blocks))) :]
+        spec: Any = f"{kept[0]}-{kept[-1]}" if kept[-1] - kept[0] + 1 == len(kept) else list(kept)
+        if len(kept) < len(blocks) and spec not in found:
+            found.append(spec)
+    return found
+
+
+def _tensor_options(tensors: Sequence[str]) -> list[list[str]]:
+    wanted = ([t for t in TENSORS if t != "gate"], [*ATTENTION, "down"], [*ATTENTION], ["v", "o"])
+    options = [[t for t in some if t in tensors] for some in wanted]
+    return [some for n, some in enumerate(options) if some and set(some) < set(tensors) and some not in options[:n]]
+
+
+def _thinner(parts: Sequence[PartConfig], share: float) -> list[PartConfig]:
+    """The same tensors, with no more than this share of each one's channels."""
+    return [dataclasses.replace(part, channels=min(part.channels, share)) for part in parts]
+
+
+def smaller(job: Job) -> Iterator[Change]:
+    """Runs that learn less, those that learn most of it first."""
+    update = job.recipe.update
+    axes: dict[str, list[Any]] = {"model.frozen": ["auto"] if job.recipe.model.frozen == "dense" else []}
+    if update.parts:
+        axes["update.parts"] = [_thinner(update.parts, share) for share in CHANNELS[1:]]
+    else:
+        axes["update.blocks"] = _block_options(job.scheme)
+        if update.weights:  # biases and norms are few: fewer tensors would save nothing
+            axes["update.tensors"] = _tensor_options(update.tensors)
+        if update.method in ("lora", "tinytl"):
+            axes["update.rank"] = [rank for rank in (8, 4, 2) if rank < update.rank]
+        elif update.weights:
+            axes["update.channels"] = [share for share in CHANNELS if share < update.channels]
+    found: list[tuple[int, int, Change]] = []
+    for picked in itertools.product(*([None, *values] for values in axes.values())):
+        settings = {key: value for key, value in zip(axes, picked, strict=True) if value is not None}
+        if not settings:
+            continue
+        try:
+            change = Change(settings, _changed(job, settings))
+        except ConfigError:
+            continue  # does not go with the rest of the recipe
+        found.append((-trained_parameters(change.job.shape, change.job.scheme), len(settings), change))
+    yield from (change for _, _, change in sorted(found, key=lambda one: one[:2]))
+
+
+def _changed(job: Job, settings: dict[str, Any]) -> Job:
+    recipe = copy.deepcopy(job.recipe)
+    shape = job.shape
+    for key, value in settings.items():
+        part, _, name = key.partition(".")
+        setattr(getattr(recipe, part), name, value)
+    if "model.frozen" in settings:
+        shape = dataclasses.replace(shape, dense=False)
+    load = job.load
+    if "data.max_tokens" in settings:
+        load = load.cut(settings["data.max_tokens"])
+    found = Job(recipe, shape, load, job.machine, job.engine)
+    found.free_products = job.free_products
+    return found
+
+
+def fits(job: Job, budget_bytes: int) -> int | None:
+    """The least that it needs, if that is within the budget."""
+    need = job.with_how(frugal(job)).peak(budget_bytes)
+    return need if need <= (1 - SLACK) * budget_bytes else None
+
+
+def proposals(job: Job, budget_bytes: int) -> list[str]:
+    """Up to three settings of different kinds that were tried and fit."""
+    found: dict[str, str] = {}
+    shorter = (n for n in (256, 128, 64) if n < job.load.longest)
+    shorter_rows = (Change({"data.max_tokens": n}, _changed(job, {"data.max_tokens": n})) for n in shorter)
+    for change in sorted([*smaller(job), *shorter_rows], key=lambda one: len(one.settings)):
+        kind = " ".join(change.settings)
+        if kind in found or (len(found) >= 1 and len(change.settings) > 1):
+            continue
+        need = fits(change.job, budget_bytes)
+        if need is not None:
+            found[kind] = f"`{change.options()}` fits in {size(need)}"
+        if len(found) == 3:
+            break
+    return list(found.values())
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def make(job: Job, budget_bytes: int, fit: bool = False) -> tuple[Job, dict[str, Any]]:
+    """(the run as it is done, the plan as plan.json holds it); DoesNotFitError if it cannot be done."""
+    chosen = choose(job, budget_bytes)
+    changed: list[str] = []
+    if chosen is None and fit:
+        for change in smaller(job):
+            if fits(change.job, budget_bytes) is not None and (chosen := choose(change.job, budget_bytes)):
+                changed = [
+                    f"{key} {_value(job.recipe, key)} → {_yaml(value)}" for key, value in change.settings.items()
+                ]
+                break
+    if chosen is None:
+        raise _refusal(job, budget_bytes, fit)
+    return chosen, _told(job, chosen, budget_bytes, changed)
+
+
+def _refusal(job: Job, budget_bytes: int, fit: bool) -> DoesNotFitError:
+    least = job.with_how(frugal(job))
+    stages = least.stages(budget_bytes)
+    worst = max(stages, key=lambda name: memory.peak(stages[name]))
+    tried = proposals(job, budget_bytes)
+    terms = sorted(stages[worst].items(), key=lambda item: -item[1])
+    largest = f"{terms[0][0]} {size(terms[0][1])}, {terms[1][0]} {size(terms[1][1])}"
+    hint = ", ".join(tried)
+    if tried and not fit:
+        hint += "; or let `--fit` choose"
+    if not tried:
+        hint = f"nothing smaller that was tried fits ({largest} at the least): use a smaller model, or more memory"
+    return DoesNotFitError(
+        f"this needs {size(memory.peak(stages[worst]))} at the least (in the {worst} stage), "
+        f"and {size(budget_bytes)} are allowed",
+        hint,
+    )
+
+
+def _value(recipe: Recipe, key: str) -> str:
+    part, _, name = key.partition(".")
+    return _yaml(getattr(getattr(recipe, part), name))
+
+
+def _told(asked: Job, chosen: Job, budget_bytes: int, changed: list[str]) -> dict[str, Any]:
+    stages = chosen.stages(budget_bytes)
+    clock = chosen.clock()
+    took = clock.stages(chosen.exported_bytes)
+    peaks = {name: memory.peak(terms) for name, terms in stages.items()}
+    worst = max(peaks, key=lambda name: peaks[name])
+    how, load, machine = chosen.recipe.how, chosen.load, chosen.machine
+    return {
+        "budget_bytes": budget_bytes,
+        "peak_bytes": peaks[worst],
+        "peak_stage": worst,
+        "terms": stages[worst],
+        "stages": {
+            name: {
+                "bytes": peaks[name],
+                "resident_bytes": sum(terms.values()),  # with pages of a file that give way
+                "terms": terms,
+                "seconds": round(took.get(name, 0.0), 2) if machine.timed else None,
+            }
+            for name, terms in stages.items()
+        },
+        "seconds": round(sum(took.values()), 1) if machine.timed else None,
+        "bound": clock.bound(),
+        "disk": disk_bytes(chosen),
+        "machine": {
+            "name": chosen.machine.name,
+            "threads": chosen.engine.threads,
+            "rates": chosen.machine.rates.source,
+        },
+        "engine": {"kernels": chosen.engine.kernels, "half": chosen.engine.half},
+        "how": dataclasses.asdict(how),
+        "smaller": {str(n): memory.peak(chosen.with_how(way).stages(budget_bytes)["train"]) for n, way in halved(how)},
+        "changed": changed,
+        "trained_parameters": trained_parameters(chosen.shape, chosen.scheme),
+        "steps": load.steps,
+        "rows": {
+            "train": load.train_rows,
+            "heldout": load.heldout_rows,
+            "longest": load.longest,
+            "tokens": load.row_tokens,
+            "tree_tokens": load.train_tree_tokens,
+            "sampled": load.sampled,
+        },
+        "asked": dataclasses.asdict(dataclasses.replace(asked.recipe.how, products=how.products)),
+    }
+
+
+def halved(how: HowConfig) -> Iterator[tuple[int, HowConfig]]:
+    """Smaller micro-batches, which a run goes to when memory turns out to be short."""
+    size = how.micro_batch_tokens // 2
+    while size >= SMALLEST:
+        yield size, dataclasses.replace(how, micro_batch_tokens=size)
+        size //= 2
+
+
+def disk_bytes(job: Job) -> dict[str, int]:
+    """By what is written."""
+    how, trained = job.recipe.how, trained_parameters(job.shape, job.scheme)
+    cache, between = memory.boundary_bytes(job.shape, job.recipe, job.load)
+    cached = job.scheme.cut > 0 and how.trunk == "cache"
+    state = memory.state_bytes(job.recipe)
+    return {
+        "trunk cache": cache if cached else 0,
+        "trunk, while it is made": between if cached and job.scheme.cut > 1 else 0,
+        # one more than is kept: the oldest goes when the newest is there
+        "checkpoints": int((how.keep_checkpoints + 1) * trained * (4 + state)),
+        "best weights": 2 * 4 * trained,
+        "exported model": job.exported_bytes,
+    }
+
+
+def size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -1,0 +1,292 @@
+"""Resident memory by stage and term, from what the code holds; only what libraries take is measured.
+
+Resident is what the system counts for a process: pages of a mapped file are in it from their first use until they are
+let go of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from edgeft.config import TENSORS, HowConfig, Recipe
+from edgeft.evaluate.llamacpp import BATCH, CACHE_BYTES, CACHE_SHARE, CELLS, OUTPUTS
+from edgeft.evaluate.quick import MEMORY_SHARE
+from edgeft.export.gguf import SPOOL_BYTES
+from edgeft.export.verify import BATCH_TOKENS, TARGETS
+from edgeft.model import HEAD_ROWS, LOGITS_BYTES
+from edgeft.plan.buffers import top_bytes
+from edgeft.plan.rows import Load
+from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters, trained_tensors
+from edgeft.sparse.scheme import Scheme
+
+MIB = 1 << 20
+STAGES = ("prepare", "trunk", "train", "export", "eval")  # trunk and train are one process
+TERMS = (
+    *("libraries", "packed frozen weights", "trained weights", "gradients", "optimiser state", "saved activations"),
+    *("boundary states", "logits chunk", "unpack scratch", "data"),
+)
+# Pages of a file that llama.cpp has mapped: they are in memory while there is room, and no run needs more for them.
+GIVES_WAY = "mapped file"
+
+# What a process holds before it has read a weight or a row, measured with torch 2.13 on x86-64.
+PYTHON_BYTES = 95 * MIB  # Python, numpy, gguf, llama.cpp's library and its tokenizer: the stages without torch
+LEAN_BYTES = 300 * MIB  # with torch, its matrix library's own buffers, and the kernels
+TRANSFORMERS_BYTES = 480 * MIB  # with transformers and PEFT besides
+HALF_BYTES = 130 * MIB  # code that the library makes for bf16 products, see block.padded
+
+FAULT_BYTES = 64 << 10  # mapped around a page that is touched, where the system's cache has it
+CACHED_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # the trunk cache, a value of a state
+
+# A row in Python: ids and mask, its path through the forest, its nodes' tokens, parents and positions.
+TOKEN_BYTES = 28
+ROW_BYTES = 2000
+TEXT_BYTES = 40  # a token of a row that is there as text, too
+
+SCORED_TOKENS = 2048  # in one pass, as in evaluate/trainer.py
+VERIFY_ROWS = 12  # held-out rows on which an exported file is compared, as in pipeline.py
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What computes: edgeft's kernels or plain torch, with bf16 products or without."""
+
+    kernels: bool
+    half: bool
+    threads: int
+
+
+def stages(
+    shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine, exported_bytes: int, budget_bytes: int
+) -> dict[str, dict[str, int]]:
+    """Bytes by stage and term, at the peak of each."""
+    found = {
+        "prepare": _prepare(load),
+        "trunk": _trunk(shape, scheme, recipe, load, engine),
+        "train": _train(shape, scheme, recipe, load, engine),
+        "export": _export(shape, scheme, recipe, load, engine, exported_bytes, budget_bytes),
+        "eval": _eval(shape, scheme, recipe, load, max(exported_bytes, shape.file_bytes), budget_bytes),
+    }
+    if scheme.cut == 0 or recipe.how.trunk == "rerun":
+        del found["trunk"]
+    return {stage: {term: int(terms.get(term, 0)) for term in (*TERMS, GIVES_WAY)} for stage, terms in found.items()}
+
+
+def weight_bytes(recipe: Recipe) -> int:
+    """Of a trained number: float32, or of int8 weights what is kept of them."""
+    update = recipe.update
+    if update.method != "qas":
+        return 4
+    return {"carry": 2, "none": 4}.get(update.rounding, 1)
+
+
+def state_bytes(recipe: Recipe) -> float:
+    """Of a trained number, that the optimiser keeps."""
+    if recipe.train.optimizer == "adamw":
+        return STATE_BYTES[recipe.how.optimizer_state]
+    moment = 1 if recipe.update.method == "qas" and recipe.how.optimizer_state == "8bit" else 4
+    return moment if recipe.train.momentum else 0
+
+
+def peak(terms: dict[str, int]) -> int:
+    """What a stage must have; its resident memory may be larger by what gives way."""
+    return sum(size for term, size in terms.items() if term != GIVES_WAY)
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def libraries(shape: Shape, scheme: Scheme, engine: Engine) -> int:
+    lean = engine.kernels and scheme.method != "lora" and shape.lean
+    return (LEAN_BYTES if lean else TRANSFORMERS_BYTES) + (HALF_BYTES if engine.half else 0)
+
+
+def _data(load: Load, texts: bool) -> int:
+    tokens, rows = load.row_tokens + load.held_tokens, load.train_rows + load.heldout_rows
+    return tokens * (TOKEN_BYTES + (TEXT_BYTES if texts else 0)) + rows * ROW_BYTES
+
+
+def _embedding(shape: Shape, load: Load) -> int:
+    """Pages of its rows that the data's tokens touch."""
+    return min(shape.embedding_bytes, load.unique_tokens * FAULT_BYTES) if shape.mapped else shape.embedding_bytes
+
+
+def _largest(shape: Shape) -> int:
+    """Values of the largest linear."""
+    return max(rows * cols for _, rows, cols in shape.linears())
+
+
+def _largest_packed(shape: Shape) -> int:
+    return max((size for block in shape.blocks for size in block), default=0)
+
+
+def _weights(shape: Shape, scheme: Scheme, how: HowConfig, load: Load, running: range) -> int:
+    """Frozen weights in memory while these blocks run: as stored, and of `dense` ones float32 copies besides."""
+    if not shape.mapped:
+        return shape.file_bytes
+    if shape.dense:  # every linear was read once, and nobody lets go of its pages
+        whole = [t for b in scheme.blocks for t in TENSORS if scheme.share(b, t) >= 1 and scheme.method == "sparse"]
+        replaced = sum(rows * cols for rows, cols in map(shape.linear, whole))  # by the trained weights
+        dense = 4 * (shape.depth * shape.block_parameters - replaced)
+        return dense + (0 if how.spare_memory else sum(map(sum, shape.blocks))) + _tables(shape, load, how)
+    if how.spare_memory:
+        return _largest_packed(shape) + _tables(shape, load, how)
+    touched = {(block, tensor) for block in running for tensor in TENSORS}
+    touched |= {(b, t) for b in scheme.blocks for t in TENSORS if scheme.share(b, t)}  # read when they were unpacked
+    return sum(shape.packed_bytes(b, t) for b, t in touched) + _tables(shape, load, how)
+
+
+def _tables(shape: Shape, load: Load, how: HowConfig) -> int:
+    if how.spare_memory:
+        return (shape.head_bytes or shape.embedding_bytes) * HEAD_ROWS // max(shape.vocabulary, HEAD_ROWS)
+    return shape.head_bytes + _embedding(shape, load) if shape.head_bytes else shape.embedding_bytes
+
+
+def _scratch(shape: Shape, engine: Engine, trunk: bool) -> int:
+    """Buffers for one unpacked weight; they grow to the largest that was asked for, and stay."""
+    head = 4 * min(HEAD_ROWS, shape.vocabulary) * shape.width
+    if shape.dense:
+        return head
+    wide = trunk or not engine.half or not shape.kernel_types  # in float32
+    found = max(head, (4 if wide else 2) * _largest(shape))
+    if engine.half and not shape.kernel_types:  # then to bf16
+        found += 2 * _largest(shape)
+    if shape.arch == "llama" and shape.mapped:  # packed rows of q and k, put in order
+        found += max(shape.packed_bytes(0, "q"), shape.packed_bytes(0, "k"))
+    return found
+
+
+def _forward(shape: Shape, tokens: int) -> int:
+    """Float32 values that a block without gradient holds at its widest place, between gate and down."""
+    return 4 * tokens * (8 * shape.width + shape.query + 2 * shape.ffn)
+
+
+# ---------------------------------------------------------------- stages
+
+
+def _prepare(load: Load) -> dict[str, float]:
+    return {"libraries": PYTHON_BYTES, "data": _data(load, texts=True)}
+
+
+def _trunk(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine) -> dict[str, float]:
+    how = recipe.how
+    tokens = max((one.tokens for one in load.trunk(how.micro_batch_tokens)), default=load.longest)
+    running = range(1) if how.trunk_order == "blocks" else range(scheme.cut)
+    return {
+        "libraries": libraries(shape, scheme, engine) - (HALF_BYTES if engine.half else 0),  # its products are float32
+        "packed frozen weights": _weights(shape, scheme, how, load, running),
+        "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
+        "saved activations": _forward(shape, tokens),
+        "boundary states": tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
+        "unpack scratch": _scratch(shape, engine, trunk=True),
+        "data": _data(load, texts=False),
+    }
+
+
+def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine) -> dict[str, float]:
+    how = recipe.how
+    widest = load.widest(how.micro_batch_tokens)
+    sizes = trained_tensors(shape, scheme)
+    trained, largest = sum(sizes), max(sizes)
+    turns = recipe.update.cycle_blocks  # gradients and moments of these alone
+    active = trained * min(1.0, turns / len(scheme.blocks)) if turns else trained
+    rows = LOGITS_BYTES // (4 * shape.vocabulary) or 1
+    scratch = _scratch(shape, engine, trunk=scheme.cut > 0)
+    if engine.half:  # a trained weight as a product reads it, or a gradient as a product gives it
+        scratch += 2 * largest
+    return {
+        "libraries": libraries(shape, scheme, engine),
+        "packed frozen weights": _weights(shape, scheme, how, load, range(scheme.cut, shape.depth)),
+        "trained weights": weight_bytes(recipe) * trained,
+        "gradients": 4 * (largest if how.step_in_place else active),
+        "optimiser state": state_bytes(recipe) * active,
+        "saved activations": activations(shape, scheme, recipe, widest.tokens, widest.asked, engine),
+        "boundary states": widest.tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
+        "logits chunk": 4 * shape.vocabulary * min(rows, widest.targets) + 3 * 4 * widest.targets * shape.width,
+        "unpack scratch": scratch,
+        "data": _data(load, texts=False),
+    }
+
+
+def activations(shape: Shape, scheme: Scheme, recipe: Recipe, tokens: int, asked: int, engine: Engine) -> int:
+    """What one pass over the top keeps for its way back, and what it needs on the way."""
+    how = recipe.how
+    if engine.kernels:
+        share = recipe.train.token_share
+        kept = tokens if share >= 1 else min(tokens, max(asked, round(share * tokens)))
+        pool, beside = top_bytes(shape, scheme, kept, asked, engine.half, how.recompute, engine.threads)
+        return pool + beside + (_forward(shape, tokens) if kept < tokens else 0)
+    # plain torch: q k v and the attention's output twice (before and after the heads are put together), gate, its
+    # activation, up, and what down reads
+    kept = 4 * shape.width + 3 * shape.query + 2 * shape.key + 4 * shape.ffn
+    if scheme.method == "lora":  # every adapter keeps its input, and what is between its matrices
+        adapters = max(sum(scheme.share(block, name) > 0 for name in TENSORS) for block in scheme.blocks)
+        kept += adapters * (scheme.rank + shape.width // 2)
+    blocks = shape.depth - scheme.cut
+    return tokens * 4 * (blocks * shape.width + 2 * kept if how.recompute else (blocks + 1) * kept)
+
+
+def _export(
+    shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine, exported_bytes: int, budget_bytes: int
+) -> dict[str, float]:
+    """The trainer's model is there, first to say what it holds for likely, then beside llama.cpp with the new file."""
+    tokens = min(BATCH_TOKENS, VERIFY_ROWS * load.longest)
+    rows = min(TARGETS, max(1, load.answer_tokens))
+    return {
+        "libraries": libraries(shape, scheme, engine) - (HALF_BYTES if engine.half else 0),
+        "packed frozen weights": _weights(shape, scheme, _spare(recipe.how), load, range(0)),
+        "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
+        "saved activations": max(_forward(shape, tokens), _llama(shape, load.longest + 1, 0, budget_bytes)),
+        "logits chunk": 2 * 4 * rows * shape.vocabulary + 3 * 8 * 4 * shape.vocabulary,
+        "unpack scratch": _scratch(shape, engine, trunk=True),
+        "data": _data(load, texts=True) + min(SPOOL_BYTES, exported_bytes),
+        GIVES_WAY: exported_bytes,
+    }
+
+
+def _eval(
+    shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, model_bytes: int, budget_bytes: int
+) -> dict[str, float]:
+    """Base and tuned model in llama.cpp, one after the other; the larger counts."""
+    if not shape.mapped:  # in the trainer
+        return {
+            "libraries": TRANSFORMERS_BYTES,
+            "packed frozen weights": shape.file_bytes,
+            "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
+            "saved activations": _forward(shape, SCORED_TOKENS),
+            "logits chunk": 2 * LOGITS_BYTES,
+            "data": _data(load, texts=True),
+        }
+    rows = min(recipe.eval.rows, load.heldout_rows)
+    row = load.longest + recipe.eval.max_new_tokens
+    wide = 2 * (shape.depth * shape.block_parameters + shape.vocabulary * shape.width)
+    copied = recipe.eval.unpack and shape.slow_types and (not budget_bytes or wide <= MEMORY_SHARE * budget_bytes)
+    return {
+        "libraries": PYTHON_BYTES,
+        "packed frozen weights": wide if copied else 0,
+        "saved activations": _llama(shape, row, min(CELLS, rows * row), budget_bytes),
+        "data": _data(load, texts=True),
+        GIVES_WAY: 0 if copied else model_bytes,
+    }
+
+
+def _llama(shape: Shape, needed: int, wished: int, budget_bytes: int) -> int:
+    """llama.cpp's keys and values, and the buffers of one of its passes."""
+    room = budget_bytes or 1 << 60
+    cell = 2 * 4 * shape.key * shape.depth
+    cells = max(needed, min(wished, min(CACHE_BYTES, int(CACHE_SHARE * room)) // cell))
+    cells += -cells % 256
+    compute = 4 * BATCH * (3 * shape.width + 2 * shape.ffn + shape.query)
+    return cells * cell + compute + 2 * 4 * OUTPUTS * shape.vocabulary
+
+
+def _spare(how: HowConfig) -> HowConfig:
+    """The export stage lets go of every page at once, whatever the recipe says."""
+    return dataclasses.replace(how, spare_memory=True)
+
+
+def boundary_bytes(shape: Shape, recipe: Recipe, load: Load) -> tuple[int, int]:
+    """(the trunk cache on the disk, files beside it while it is made)."""
+    each = shape.width * CACHED_BYTES[recipe.how.trunk_dtype]
+    between = 2 * 4 * shape.width * load.tree_tokens if recipe.how.trunk_order == "blocks" else 0
+    return int(load.tree_tokens * each), between

@@ -1,0 +1,115 @@
+"""What rows come to: the passes that training, validation and the trunk will make over them, counted and not guessed.
+
+Of many rows a stretch is looked at, and stands for the rest; `Load.sampled` says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from edgeft.config import Recipe
+from edgeft.data.tokens import Encoded
+from edgeft.data.tree import Forest, epoch_order
+from edgeft.train.schedule import WITHOUT_GRADIENT, Schedule
+
+SAMPLE_ROWS = 1024  # looked at; counting them all would take longer than a plan should
+
+
+class Pass(NamedTuple):
+    """One forward pass, and perhaps a backward pass, over a few rows."""
+
+    tokens: int  # of the forest
+    pairs: int  # of tokens that see each other
+    asked: int  # tokens at which something is predicted
+    asked_pairs: int
+    targets: int
+
+
+def total(passes: Sequence[Pass]) -> Pass:
+    """All of them together."""
+    return Pass(*np.sum(passes, axis=0).tolist()) if passes else Pass(0, 0, 0, 0, 0)
+
+
+class Load:
+    """The rows of one run."""
+
+    def __init__(
+        self,
+        train: Sequence[Encoded],
+        heldout: Sequence[Encoded],
+        recipe: Recipe,
+        train_rows: int | None = None,
+        heldout_rows: int | None = None,
+    ) -> None:
+        """The last two: how many there are, where those given are only the first of them."""
+        self.recipe = recipe
+        self.train_rows, self.heldout_rows = train_rows or len(train), heldout_rows or len(heldout)
+        train, heldout = list(train[:SAMPLE_ROWS]), list(heldout[:SAMPLE_ROWS])
+        self.sample = train, heldout
+        self.sampled = len(train) < self.train_rows or len(heldout) < self.heldout_rows
+        self.forest = Forest([*train, *heldout], share=recipe.how.tree)
+        self.rows, self.held = range(len(train)), range(len(train), len(train) + len(heldout))
+        self.scale = self.train_rows / max(1, len(train))
+        self.held_scale = self.heldout_rows / max(1, len(heldout))
+        self.longest = max((len(row.ids) for row in (*train, *heldout)), default=1)
+        self.row_tokens = int(self.scale * sum(len(row.ids) for row in train))
+        self.steps = Schedule(self.train_rows, recipe.train).steps
+        self.answer_tokens = int(np.mean([row.trained.sum() for row in heldout])) if heldout else 0
+        self.held_tokens = int(self.held_scale * sum(len(row.ids) for row in heldout))
+        self.passes, self.validation, self.trunk = cache(self._passes), cache(self._validation), cache(self._trunk)
+        self.widest = cache(self._widest)
+
+    @cached_property
+    def tree_tokens(self) -> int:
+        """Of training and held-out rows together: what the trunk computes."""
+        rows = self.train_rows + self.heldout_rows
+        return int(len(self.forest) * rows / max(1, len(self.rows) + len(self.held)))
+
+    @cached_property
+    def train_tree_tokens(self) -> int:
+        nodes = self.forest.nodes(self.rows) if len(self.rows) else np.zeros(0)
+        return int(self.scale * len(nodes))
+
+    @cached_property
+    def unique_tokens(self) -> int:
+        return len(np.unique(self.forest.tokens))
+
+    def _pass(self, rows: Sequence[int]) -> Pass:
+        forest = self.forest
+        nodes = forest.nodes(rows)
+        at = np.unique(np.concatenate([forest.at[row] for row in rows]))
+        seen = forest.positions + 1
+        return Pass(len(nodes), int(seen[nodes].sum()), len(at), int(seen[at].sum()), forest.trained(rows))
+
+    def _passes(self, micro_batch: int) -> list[list[Pass]]:
+        """By step, of the first epoch over the rows that are looked at."""
+        train, size = self.recipe.train, self.recipe.train.batch_rows
+        order = epoch_order(self.forest, self.rows, train.seed, 0, train.order == "grouped")
+        steps = [order[start : start + size] for start in range(0, len(order), size)][: self.steps]
+        return [[self._pass(part) for part in self.forest.micro_batches(step, micro_batch)] for step in steps]
+
+    def _validation(self, micro_batch: int) -> list[Pass]:
+        return [self._pass(part) for part in self.forest.micro_batches(self.held, micro_batch)] if self.held else []
+
+    def _trunk(self, micro_batch: int) -> list[Pass]:
+        size = WITHOUT_GRADIENT * micro_batch
+        return [self._pass(part) for part in self.forest.micro_batches(self.forest.order, size)]
+
+    def cut(self, longest: int) -> Load:
+        """As if data.max_tokens were so many; what is trained stands at the rows' ends."""
+
+        def shorter(row: Encoded) -> Encoded:
+            return dataclasses.replace(row, ids=row.ids[-longest:], trained=row.trained[-longest:])
+
+        sides = ([shorter(row) for row in side] for side in self.sample)
+        return Load(*sides, self.recipe, self.train_rows, self.heldout_rows)
+
+    def _widest(self, micro_batch: int) -> Pass:
+        """What the largest pass of training has of each."""
+        every = [one for step in self.passes(micro_batch) for one in step]
+        return Pass(*np.max(every, axis=0).tolist()) if every else Pass(self.longest, 0, 1, 0, 1)

@@ -1,0 +1,161 @@
+"""What a run's needs depend on, of any model: its sizes, and how many bytes each of its tensors has.
+
+From a file's header alone; no weight is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from edgeft.config import TENSORS
+from edgeft.evaluate.quick import SLOW
+from edgeft.model import ggml, is_gguf
+from edgeft.model.gguf import GGUF
+from edgeft.model.header import LINEARS, header_values, plain_rotation
+from edgeft.sparse.scheme import channel_count
+
+if TYPE_CHECKING:
+    from edgeft.sparse.scheme import Scheme
+
+STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 256}  # AdamW's moments of a trained number; 8bit: with scales
+KERNEL_TYPES = (2, 3, 8)  # q4_0, q4_1, q8_0: what the kernels unpack themselves; ggml does the others, to float32 alone
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What memory and time depend on, of any model."""
+
+    depth: int
+    width: int
+    query: int  # values of all query heads of a token
+    key: int  # of all key heads
+    ffn: int
+    vocabulary: int
+    head: int  # values of one head
+    gate: str  # the activation between gate and up
+    file_bytes: int = 0  # packed weights as they sit in memory, or are mapped
+    lean: bool = False  # the kernels run it without transformers
+    arch: str = "llama"
+    blocks: tuple[tuple[int, ...], ...] = ()  # bytes of each linear as it is packed, by block, in the order of TENSORS
+    embedding_bytes: int = 0
+    head_bytes: int = 0  # 0: the head is the embedding
+    kernel_types: bool = True  # the kernels unpack every linear themselves
+    slow_types: bool = False  # llama.cpp multiplies some of them slowly, see evaluate/quick.py
+    mapped: bool = False  # weights are read from a mapped GGUF file
+    dense: bool = False  # frozen weights are unpacked to float32 when they are loaded
+
+    def linear(self, tensor: str) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        return {
+            "q": (self.query, self.width),
+            "k": (self.key, self.width),
+            "v": (self.key, self.width),
+            "o": (self.width, self.query),
+            "gate": (self.ffn, self.width),
+            "up": (self.ffn, self.width),
+            "down": (self.width, self.ffn),
+        }[tensor]
+
+    def linears(self) -> list[tuple[str, int, int]]:
+        """(tensor, outputs, inputs) of a block."""
+        return [(name, *self.linear(name)) for name in TENSORS]
+
+    @cached_property
+    def block_parameters(self) -> int:
+        return sum(rows * cols for _, rows, cols in self.linears())
+
+    def packed_bytes(self, block: int, tensor: str | None = None) -> int:
+        """Of one linear of a block, or of all of them."""
+        sizes = self.blocks[block]
+        return sum(sizes) if tensor is None else sizes[TENSORS.index(tensor)]
+
+    @property
+    def tables_bytes(self) -> int:
+        """Embedding and head."""
+        return self.embedding_bytes + self.head_bytes
+
+
+def shape_of_config(config: Any, file_bytes: int = 0) -> Shape:
+    """From transformers' configuration of a model."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Shape(
+        depth=config.num_hidden_layers,
+        width=config.hidden_size,
+        query=config.num_attention_heads * head,
+        key=config.num_key_value_heads * head,
+        ffn=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        head=head,
+        gate=getattr(config, "hidden_act", "silu"),
+        file_bytes=file_bytes,
+    )
+
+
+def shape_of(source: str, frozen: str) -> Shape:
+    """From a GGUF header or a Hugging Face configuration."""
+    return _of_gguf(source, frozen) if is_gguf(source) else _of_folder(source, frozen)
+
+
+def _of_gguf(source: str, frozen: str) -> Shape:
+    gguf = GGUF.open(source)
+    values = header_values(gguf)
+    shape = shape_of_config(SimpleNamespace(**values), sum(t.nbytes for t in gguf.tensors.values()))
+    linears = [[gguf.tensors[f"blk.{n}.{LINEARS[t][1]}.weight"] for t in TENSORS] for n in range(shape.depth)]
+    head = gguf.tensors.get("output.weight")
+    return dataclasses.replace(
+        shape,
+        lean=plain_rotation(values),
+        arch=gguf.arch,
+        blocks=tuple(tuple(info.nbytes for info in block) for block in linears),
+        embedding_bytes=gguf.tensors["token_embd.weight"].nbytes,
+        head_bytes=head.nbytes if head else 0,
+        kernel_types=all(info.type in KERNEL_TYPES for block in linears for info in block),
+        slow_types=any(ggml.type_name(info.type) in SLOW for block in linears for info in block),
+        mapped=True,
+        dense=frozen == "dense",
+    )
+
+
+def _of_folder(source: str, frozen: str) -> Shape:
+    from edgeft.model.hf import MODEL_TYPES, read_config, resolve
+
+    config = read_config(resolve(source))
+    shape = shape_of_config(config)
+    each = {"dense": 4.0, "int8": 1.01}.get(frozen, 0.57)  # bytes a value; nf4 with its scales
+    sizes = tuple(int(each * rows * cols) for _, rows, cols in shape.linears())
+    table = 2 * shape.vocabulary * shape.width  # as stored, in 16 bits
+    head = 0 if getattr(config, "tie_word_embeddings", False) else table
+    return dataclasses.replace(
+        shape,
+        file_bytes=shape.depth * sum(sizes) + table + head,
+        arch=MODEL_TYPES[config.model_type],
+        blocks=(sizes,) * shape.depth,
+        embedding_bytes=table,
+        head_bytes=head,
+        dense=frozen == "dense",
+    )
+
+
+def trained_tensors(shape: Shape, scheme: Scheme) -> list[int]:
+    """Numbers in every trained tensor."""
+    sizes = [shape.width for block in scheme.blocks if scheme.normed(block) for _ in range(2)]
+    for block in scheme.blocks:
+        for tensor, rows, cols in shape.linears():
+            share = scheme.share(block, tensor)
+            if share and scheme.method == "lora":
+                sizes += [scheme.rank * cols, scheme.rank * rows]
+            elif share and scheme.method == "tinytl":  # of a lite branch, B alone
+                sizes.append(scheme.rank * rows)
+            elif share:
+                sizes.append(rows * channel_count(share, cols))
+            if scheme.biased(block, tensor):
+                sizes.append(rows)
+    return sizes
+
+
+def trained_parameters(shape: Shape, scheme: Scheme) -> int:
+    return sum(trained_tensors(shape, scheme))

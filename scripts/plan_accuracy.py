@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""What was planned against what was measured: peak memory and time of short runs over models, recipes and row lengths.
+
+    scripts/plan_accuracy.py [--models DIR] [--only PART …] [--out FILE] [--again] [--steps 2]
+
+Every cell is `edgeft finetune --until train` in processes of its own, with rows of exactly so many tokens that share no
+prefix, made of the embedded handbook. Its plan is the one that it prints before it begins; the peak is the highest
+resident memory of the train stage (trunk included), the time that of the whole command. --only smollm2 or lora/512
+takes the cells whose name (model/recipe/tokens) holds all of these parts. Results go to --out as they come, and what
+stands there is not run again. TinyLlama and Qwen2.5 are looked for in --models by name; a 3B model of random weights is
+made. `edgeft doctor` is run first, so that the rates are known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from limits import write_rows
+
+from edgeft.model import demo_model
+
+MODELS = {"smollm2": "", "tinyllama": "tinyllama", "qwen": "qwen2.5", "random-3b": "llama3.2-3b"}
+RECIPES = ("sparse-bp", "bias-norm", "lora")
+TOKENS = (128, 512, 1024)
+STEP_TOKENS = 2048  # so that a step has two micro-batches, whatever the rows
+BARS = {"memory": (0.15, 0.07), "time": (0.30, 0.30)}  # worst cell, median
+
+
+def find_model(name: str, models: Path) -> Path | None:
+    if not MODELS[name]:
+        return demo_model()
+    there = [path for path in sorted(models.glob("*.gguf")) if path.name.lower().startswith(MODELS[name])]
+    if there or name != "random-3b":
+        return there[0] if there else None
+    from make_model import make
+
+    models.mkdir(parents=True, exist_ok=True)
+    out = models / "llama3.2-3b-q4_0.gguf"
+    make("llama3.2-3b", "q4_0", out)
+    return out
+
+
+def measure(model: Path, recipe: str, tokens: int, steps: int, sets: list[str]) -> dict[str, Any]:
+    """One cell."""
+    batch = max(2, STEP_TOKENS // tokens)
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        rows, place = Path(folder) / "rows", Path(folder) / "run"
+        write_rows(rows, batch * steps, tokens)
+        every = [
+            f"data.max_tokens={tokens}",
+            f"train.steps={steps}",
+            f"train.batch_rows={batch}",
+            "train.validations=1",
+        ]
+        every += ["how.trunk_place=run", "data.heldout_rows=2", "how.compile=on", *sets]
+        options = [part for value in every for part in ("--set", value)]
+        command = [sys.executable, "-m", "edgeft", "finetune", "--recipe", recipe, "--model", str(model)]
+        command += ["--data", str(rows), "--out", str(place), "--until", "train", "--json", *options]
+        began = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True)
+        seconds = time.monotonic() - began
+        if done.returncode:
+            raise SystemExit(f"{model.name} {recipe} {tokens}: {done.stderr}")
+        plan = json.loads((place / "plan.json").read_text())
+        found = json.loads(done.stdout)
+        steps_s = [e["seconds"] for e in map(json.loads, (place / "metrics.jsonl").open()) if e["event"] == "step"]
+    stages = plan["stages"]
+    return {
+        "planned_bytes": max(stages[name]["bytes"] for name in ("trunk", "train") if name in stages),
+        "peak_bytes": found["peaks"]["train"],
+        "planned_s": sum(stages[name]["seconds"] for name in ("prepare", "trunk", "train") if name in stages),
+        "seconds": seconds,
+        "step_s": steps_s,
+        "checkpoint_s": found["checkpoint_s"],
+        "terms": stages["train"]["terms"],
+        "stage_s": {name: stage["seconds"] for name, stage in stages.items()},
+        "how": plan["how"],
+    }
+
+
+def off(planned: float, measured: float) -> float:
+    return planned / measured - 1
+
+
+def table(cells: dict[str, dict[str, Any]]) -> str:
+    lines = ["| cell | planned MiB | peak MiB | off | planned s | took s | off |", "|---|" + "---:|" * 6]
+    for name, cell in cells.items():
+        memory, took = off(cell["planned_bytes"], cell["peak_bytes"]), off(cell["planned_s"], cell["seconds"])
+        lines.append(
+            f"| {name} | {cell['planned_bytes'] >> 20:,} | {cell['peak_bytes'] >> 20:,} | {memory:+.1%} "
+            f"| {cell['planned_s']:.1f} | {cell['seconds']:.1f} | {took:+.1%} |"
+        )
+    pairs = {"memory": ("planned_bytes", "peak_bytes"), "time": ("planned_s", "seconds")}
+    for what, (planned, measured) in pairs.items():
+        errors = [abs(off(cell[planned], cell[measured])) for cell in cells.values()]
+        if errors:
+            worst, median = max(errors), statistics.median(errors)
+            most, usual = BARS[what]
+            kept = "kept" if worst <= most and median <= usual else "missed"
+            lines.append(
+                f"{what}: median {median:.1%}, worst {worst:.1%} of {len(errors)} cells; "
+                f"the bars are {usual:.0%} and {most:.0%}: {kept}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, default=Path("models"))
+    parser.add_argument("--only", action="append", default=[], metavar="PART")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--again", action="store_true", help="run also what --out has already")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[])
+    args = parser.parse_args()
+    cells: dict[str, dict[str, Any]] = json.loads(args.out.read_text()) if args.out and args.out.is_file() else {}
+    subprocess.run([sys.executable, "-m", "edgeft", "doctor", "--json"], check=True, stdout=subprocess.DEVNULL)
+    for name in MODELS:
+        wanted = {f"{name}/{recipe}/{tokens}": (recipe, tokens) for recipe in RECIPES for tokens in TOKENS}
+        wanted = {cell: of for cell, of in wanted.items() if all(part in cell for part in args.only)}
+        wanted = {cell: of for cell, of in wanted.items() if args.again or cell not in cells}
+        model = find_model(name, args.models) if wanted else None
+        if wanted and model is None:
+            print(f"{name}: no {MODELS[name]}*.gguf in {args.models}", file=sys.stderr)
+            continue
+        for cell, (recipe, tokens) in wanted.items():
+            assert model is not None
+            cells[cell] = measure(model, recipe, tokens, args.steps, args.set)
+            print(table({cell: cells[cell]}).splitlines()[2], flush=True)
+            if args.out:
+                temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")
+                temporary.write_text(json.dumps(cells, indent=1))
+                shutil.move(temporary, args.out)
+    print(table(cells))
+
+
+if __name__ == "__main__":
+    main()
