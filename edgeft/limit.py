@@ -80,6 +80,7 @@ def can_make_group(root: Path = ROOT) -> bool:
 
 def _make_group(bytes: int, root: Path) -> tuple[int, Path] | None:
     for version, parent in _parents(root):
+        _sweep(parent)
         group = parent / f"edgeft-{os.getpid()}-{time.monotonic_ns()}"
         try:
             group.mkdir()
@@ -116,6 +117,15 @@ def _parents(root: Path) -> Iterator[tuple[int, Path]]:
             limited = read_text(group / "memory.max") not in ("", "max")
             if "memory" in read_text(group / "cgroup.subtree_control").split():
                 yield version, group
+
+
+def _sweep(parent: Path) -> None:
+    """Takes away empty groups of processes that were killed before they could."""
+    for group in parent.glob("edgeft-*-*"):
+        pid = group.name.split("-")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            with contextlib.suppress(OSError):  # somebody is still in it
+                group.rmdir()
 
 
 def _enter(group: Path) -> None:

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Whole runs (tokens, trunk, training, export, scores) under a hard memory limit, and the most that each stage needed.
+"""Whole runs (tokens, trunk, training, export, scores) under a hard memory limit, and the most that they needed.
 
     scripts/limits.py [smollm2 tinyllama qwen llama2-7b] [--aim] [--limit MIB] [--models DIR] [--set KEY=VALUE] [--json]
 
-The limit is a control group made for the run, in which the kernel kills who takes more; where none can be made it is
-RLIMIT_DATA, and the table says so. Pages of files count in a group and give way when memory is wanted, so `in use` is
-what could not be given back, sampled; `stage` is the largest resident memory of any stage's process, mapped files
-included. TinyLlama and Qwen2.5 are looked for in --models by name; LLaMA-2-7B is made there (scripts/make_model.py).
+The planner is given the limit (--memory, and --fit but for LLaMA-2-7B), and all processes of the run are put under it:
+a control group, in which the kernel kills who takes more, or RLIMIT_DATA where none can be made; the table says which.
+Pages of files count in a group and give way when memory is wanted, so `in use` is what could not be given back, looked
+at every 20 ms; `stage` is the largest resident memory of any stage's process, mapped files included.
+TinyLlama and Qwen2.5 are looked for in --models by name; LLaMA-2-7B is made there (scripts/make_model.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,36 +33,31 @@ from edgeft.limit import Limit, hard_limit
 from edgeft.model import demo_model
 
 MIB = 2**20
-# What a planner would choose where memory is short; the trunk is computed anew each time.
-SPARING = [
-    *("how.spare_memory=true", "how.trunk_order=blocks", "how.trunk_place=run", "how.recompute=true"),
-    *("how.micro_batch_tokens=256", "how.compile=on", "how.optimizer_state=bf16"),
-]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained fits the limit; what is learned is not the question here."""
-
     name: str
     limit_mib: int
     aim_mib: int
     file: str  # what its model file is called, in lower case; nothing: the embedded one
     sets: list[str]
+    fit: bool = True  # the planner may shrink what is trained
     tokens: int = 256  # of each row
-    rows: int = 32
-    steps: int = 8
+    rows: int = 16
+    steps: int = 4
 
 
+SHORT = ["eval.rows=4", "eval.max_new_tokens=8"]  # what takes time and no more memory
 JOBS = [
-    Job("smollm2", 600, 450, "", ["update.channels=0.25"]),
-    Job("tinyllama", 900, 700, "*tinyllama*.gguf", ["update.channels=0.125", "update.blocks=37%-67%"]),
-    Job("qwen", 1200, 900, "*qwen2.5*1.5b*.gguf", ["update.channels=0.125", "update.blocks=37%-67%"]),
+    Job("smollm2", 600, 450, "", SHORT),
+    Job("tinyllama", 900, 700, "*tinyllama*.gguf", SHORT),
+    Job("qwen", 1200, 900, "*qwen2.5*1.5b*.gguf", SHORT),
+    # the last five blocks with biases, attention and the first linear of the FFN, as in PockEngine's paper
     Job(
         "llama2-7b", 3072, 2048, "llama2-7b*.gguf",
-        ["update.blocks=5", "update.tensors=q,k,v,o,up", "update.channels=0.125", "eval.rows=4",
-         "eval.max_new_tokens=8"],
-        tokens=64, rows=16, steps=2,
+        [*SHORT, "update.blocks=5", "update.tensors=q,k,v,o,up", "update.biases=true", "update.channels=0.25"],
+        fit=False, tokens=64, steps=2,
     ),
 ]  # fmt: skip
 
@@ -111,18 +108,24 @@ class Watch(threading.Thread):
             self.most = max(self.most, self.limit.used_bytes or 0)
 
 
-def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str], device: str = "") -> Outcome:
+def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str]) -> Outcome:
     """The job as a user would start it, all of its processes under one limit."""
     rows, place = folder / "rows", folder / "run"
     write_rows(rows, job.rows, job.tokens)
-    if not device:
-        device = str(folder / "limit.yaml")
-        Path(device).write_text(f"ram_bytes: {limit_bytes}\nbudget_bytes: {limit_bytes}\n")
-    sets = [*SPARING, f"data.max_tokens={job.tokens}", f"train.steps={job.steps}", "train.batch_rows=8"]
-    sets += ["train.validations=1", *job.sets, *more]
+    sets = [f"data.max_tokens={job.tokens}", f"train.steps={job.steps}", "train.batch_rows=8", "train.validations=1"]
+    sets += ["how.trunk_place=run", "how.compile=on", "how.nice=0", *job.sets, *more]
     options = [part for value in sets for part in ("--set", value)]
-    command = [sys.executable, "-m", "edgeft", "finetune", "--device", device, "--model", str(model)]
-    command += ["--data", str(rows), "--out", str(place), "--json", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "edgeft",
+        "finetune",
+        "--memory",
+        f"{limit_bytes // MIB}MiB",
+        "--model",
+        str(model),
+    ]
+    command += ["--data", str(rows), "--out", str(place), "--json", *(["--fit"] if job.fit else []), *options]
     forget_pages(model)
     began = time.monotonic()
     with hard_limit(limit_bytes) as limit:
@@ -186,11 +189,11 @@ def main() -> None:
     parser.add_argument("--aim", action="store_true", help="the tighter limits")
     parser.add_argument("--limit", type=int, metavar="MIB", help="this limit for every job")
     parser.add_argument("--models", type=Path, default=Path("models"))
-    parser.add_argument("--device", default="", help="profile that plans; default: one with the limit as its budget")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the run ends, and its group is taken away
     found = []
     for job in JOBS:
         if args.jobs and job.name not in args.jobs:
@@ -203,7 +206,7 @@ def main() -> None:
         folder = (args.keep or Path(tempfile.gettempdir())) / f"limits-{job.name}-{os.getpid()}"
         folder.mkdir(parents=True)
         try:
-            found.append(run(job, model, folder, mib * MIB, args.set, args.device))
+            found.append(run(job, model, folder, mib * MIB, args.set))
         finally:
             if not args.keep:
                 shutil.rmtree(folder)

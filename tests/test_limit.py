@@ -37,6 +37,19 @@ def test_a_group_ends_who_takes_more() -> None:
 
 
 @pytest.mark.skipif(not limit.can_make_group(), reason="no control group can be made here")
+def test_what_a_killed_process_left_is_taken_away() -> None:
+    code = (
+        "import os, signal; from edgeft.limit import hard_limit; context = hard_limit(1 << 26); "
+        "print(context.__enter__().group, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    left = Path(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout.strip())
+    assert left.is_dir()
+    with limit.hard_limit(64 * MIB) as under:
+        assert under.group is not None
+        assert not left.exists()
+
+
+@pytest.mark.skipif(not limit.can_make_group(), reason="no control group can be made here")
 def test_a_process_sees_its_limit_and_ends_with_the_group() -> None:
     script = "from edgeft.device import memory; print(memory().limit_bytes, flush=True); import time; time.sleep(60)"
     with limit.hard_limit(128 * MIB) as under:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft.config import UpdateConfig
+from edgeft.config import Recipe, UpdateConfig
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest
@@ -26,8 +26,9 @@ from edgeft.model.gguf import GGUF, let_go
 from edgeft.model.packed import Packed
 from edgeft.model.stack import Stack, load, row_order
 from edgeft.model.tokenizer import GgufTokenizer
+from edgeft.run import Run
 from edgeft.sparse import scheme
-from edgeft.train import checkpoint
+from edgeft.train import checkpoint, engine
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import limits
@@ -166,7 +167,8 @@ def test_sparing_memory_changes_no_number_and_keeps_no_weights(model: Path, requ
         assert hidden.grad is not None
         return loss.detach(), hidden.grad
 
-    wanted = numbers(load(model))
+    plain = load(model)
+    wanted = numbers(plain)
     before = mapped_bytes(model)
     request.getfixturevalue("sparing")
     stack = load(model)
@@ -296,6 +298,20 @@ def test_the_check_of_an_export_runs_through_the_kernels(tiny: Path, tmp_path: P
     assert good.rows == 3
     assert good.same_ids
     assert good.mean_kl < 0.01 < 0.1 < bad.mean_kl
+
+
+@needs_compiler
+def test_an_export_is_checked_with_the_kernels_that_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.start(tmp_path / "run", Recipe(), False)
+    assert engine.recalled(run) is None  # of a run from before, or trained in plain torch
+    run.write_json(run.path / "engine.json", {"kernels": True, "half": True})
+    own = kernels.load()
+    found = engine.recalled(run)
+    assert found is not None
+    assert found.kernels is own
+    assert not found.half
+    monkeypatch.setattr(compiled, "is_built", lambda: False)  # on another machine
+    assert engine.recalled(run) is None
 
 
 # ---------------------------------------------------------------- scoring in little memory

@@ -34,7 +34,7 @@ PACKABLE = (
     *("tq1_0", "iq1_s", "q1_0"),
 )
 WIDE = (ggml.F32, ggml.F16, ggml.BF16)  # `auto` keeps these
-SPOOL_BYTES = 64 << 20  # packed updates wait in memory up to here, beyond it in a nameless file
+SPOOL_BYTES = 8 << 20  # packed updates wait in memory up to here, beyond it in a nameless file
 OWN_KEYS = ("edgeft.version", "edgeft.base", "edgeft.recipe")
 TEMPLATE_KEY = "tokenizer.chat_template"
 

@@ -147,7 +147,7 @@ def _states(stack: Stack, forest: Forest) -> dict[int, torch.Tensor]:
     """By row, the trainer's normed states (n, d) where its targets are predicted."""
     import torch
 
-    found = {}
+    found: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for part in forest.micro_batches(range(len(forest.paths)), BATCH_TOKENS):
             _, batch = forest.batch(part)

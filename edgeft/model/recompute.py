@@ -50,12 +50,13 @@ class _Again(torch.autograd.Function):
 
 def recomputed(function: Callable[..., Any], *streams: Stream) -> Any:
     """What the function makes of one stream, or of several a tuple of as many."""
+    alone = len(streams) == 1  # not the streams themselves: autograd keeps `flat` for longer than what it saved
 
     def flat(*parts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         made = function(*zip(parts[::2], parts[1::2], strict=True))
-        return tuple(made) if len(streams) == 1 else tuple(part for stream in made for part in stream)
+        return tuple(made) if alone else tuple(part for stream in made for part in stream)
 
     # the first block's input wants no gradient, and autograd would not look into it for what is trained there
     anchor = torch.empty(0, requires_grad=True)
     made = _Again.apply(anchor, flat, *(part for stream in streams for part in stream))
-    return made if len(streams) == 1 else tuple(zip(made[::2], made[1::2], strict=True))
+    return made if alone else tuple(zip(made[::2], made[1::2], strict=True))

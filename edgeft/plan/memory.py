@@ -30,10 +30,12 @@ TERMS = (
 GIVES_WAY = "mapped file"
 
 # What a process holds before it has read a weight or a row, measured with torch 2.13 on x86-64.
-PYTHON_BYTES = 95 * MIB  # Python, numpy, gguf, llama.cpp's library and its tokenizer: the stages without torch
-LEAN_BYTES = 300 * MIB  # with torch, its matrix library's own buffers, and the kernels
+PYTHON_BYTES = 75 * MIB  # Python, numpy, gguf, llama.cpp's library and its tokenizer: the stages without torch
+LEAN_BYTES = 265 * MIB  # with torch, its matrix library's own buffers, and the kernels
 TRANSFORMERS_BYTES = 480 * MIB  # with transformers and PEFT besides
-HALF_BYTES = 130 * MIB  # code that the library makes for bf16 products, see block.padded
+LLAMA_BYTES = 30 * MIB  # llama.cpp while it runs a model
+HALF_BYTES = 25 * MIB  # code that the library makes for bf16 products,
+SIZE_BYTES = 18 * MIB  # and keeps for every size of a pass, see block.padded
 
 FAULT_BYTES = 64 << 10  # mapped around a page that is touched, where the system's cache has it
 CACHED_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # the trunk cache, a value of a state
@@ -96,9 +98,10 @@ def peak(terms: dict[str, int]) -> int:
 # ---------------------------------------------------------------- pieces
 
 
-def libraries(shape: Shape, scheme: Scheme, engine: Engine) -> int:
+def libraries(shape: Shape, scheme: Scheme, engine: Engine, sizes: int = 0) -> int:
+    """sizes: of passes with bf16 products."""
     lean = engine.kernels and scheme.method != "lora" and shape.lean
-    return (LEAN_BYTES if lean else TRANSFORMERS_BYTES) + (HALF_BYTES if engine.half else 0)
+    return (LEAN_BYTES if lean else TRANSFORMERS_BYTES) + (HALF_BYTES + SIZE_BYTES * sizes if sizes else 0)
 
 
 def _data(load: Load, texts: bool) -> int:
@@ -173,7 +176,7 @@ def _trunk(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
     tokens = max((one.tokens for one in load.trunk(how.micro_batch_tokens)), default=load.longest)
     running = range(1) if how.trunk_order == "blocks" else range(scheme.cut)
     return {
-        "libraries": libraries(shape, scheme, engine) - (HALF_BYTES if engine.half else 0),  # its products are float32
+        "libraries": libraries(shape, scheme, engine),  # its products are float32
         "packed frozen weights": _weights(shape, scheme, how, load, running),
         "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
         "saved activations": _forward(shape, tokens),
@@ -195,7 +198,7 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
     if engine.half:  # a trained weight as a product reads it, or a gradient as a product gives it
         scratch += 2 * largest
     return {
-        "libraries": libraries(shape, scheme, engine),
+        "libraries": libraries(shape, scheme, engine, load.sizes(how.micro_batch_tokens) if engine.half else 0),
         "packed frozen weights": _weights(shape, scheme, how, load, range(scheme.cut, shape.depth)),
         "trained weights": weight_bytes(recipe) * trained,
         "gradients": 4 * (largest if how.step_in_place else active),
@@ -233,7 +236,7 @@ def _export(
     tokens = min(BATCH_TOKENS, VERIFY_ROWS * load.longest)
     rows = min(TARGETS, max(1, load.answer_tokens))
     return {
-        "libraries": libraries(shape, scheme, engine) - (HALF_BYTES if engine.half else 0),
+        "libraries": libraries(shape, scheme, engine) + LLAMA_BYTES,
         "packed frozen weights": _weights(shape, scheme, _spare(recipe.how), load, range(0)),
         "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
         "saved activations": max(_forward(shape, tokens), _llama(shape, load.longest + 1, 0, budget_bytes)),
@@ -262,7 +265,7 @@ def _eval(
     wide = 2 * (shape.depth * shape.block_parameters + shape.vocabulary * shape.width)
     copied = recipe.eval.unpack and shape.slow_types and (not budget_bytes or wide <= MEMORY_SHARE * budget_bytes)
     return {
-        "libraries": PYTHON_BYTES,
+        "libraries": PYTHON_BYTES + LLAMA_BYTES,
         "packed frozen weights": wide if copied else 0,
         "saved activations": _llama(shape, row, min(CELLS, rows * row), budget_bytes),
         "data": _data(load, texts=True),

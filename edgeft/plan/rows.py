@@ -15,6 +15,7 @@ import numpy as np
 from edgeft.config import Recipe
 from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest, epoch_order
+from edgeft.plan.buffers import padded
 from edgeft.train.schedule import WITHOUT_GRADIENT, Schedule
 
 SAMPLE_ROWS = 1024  # looked at; counting them all would take longer than a plan should
@@ -62,7 +63,7 @@ class Load:
         self.answer_tokens = int(np.mean([row.trained.sum() for row in heldout])) if heldout else 0
         self.held_tokens = int(self.held_scale * sum(len(row.ids) for row in heldout))
         self.passes, self.validation, self.trunk = cache(self._passes), cache(self._validation), cache(self._trunk)
-        self.widest = cache(self._widest)
+        self.widest, self.sizes = cache(self._widest), cache(self._sizes)
 
     @cached_property
     def tree_tokens(self) -> int:
@@ -100,14 +101,19 @@ class Load:
         size = WITHOUT_GRADIENT * micro_batch
         return [self._pass(part) for part in self.forest.micro_batches(self.forest.order, size)]
 
+    def _sizes(self, micro_batch: int) -> int:
+        """How many sizes passes have, as the kernels round them up."""
+        every = [one for step in self.passes(micro_batch) for one in step]
+        return len({padded(one.tokens) for one in (*every, *self.validation(micro_batch))})
+
     def cut(self, longest: int) -> Load:
         """As if data.max_tokens were so many; what is trained stands at the rows' ends."""
 
         def shorter(row: Encoded) -> Encoded:
             return dataclasses.replace(row, ids=row.ids[-longest:], trained=row.trained[-longest:])
 
-        sides = ([shorter(row) for row in side] for side in self.sample)
-        return Load(*sides, self.recipe, self.train_rows, self.heldout_rows)
+        train, heldout = ([shorter(row) for row in side] for side in self.sample)
+        return Load(train, heldout, self.recipe, self.train_rows, self.heldout_rows)
 
     def _widest(self, micro_batch: int) -> Pass:
         """What the largest pass of training has of each."""

@@ -21,7 +21,7 @@ from edgeft.work import ATTENTION_BACK, step_flops
 
 # Shares of doctor's rates that the kernels reach inside a step, measured on two cores with AVX-512.
 PRODUCTS = 0.9  # of the trial's product: layers are of other sizes
-HALF_PRODUCTS = 0.75  # the same in bf16, where what lies around a product weighs more
+HALF_PRODUCTS = 0.68  # the same in bf16, where what lies around a product weighs more
 ATTENTION = 0.4  # the attention kernel against a float32 product
 PLAIN = 0.5  # plain torch against the kernels, whole steps
 LLAMA = 0.6  # llama.cpp's products, mostly of 8-bit integers, against float32 ones
@@ -139,6 +139,7 @@ class Clock:
         """These passes from the cut on."""
         one, count = total(passes), len(passes)
         shape, half, recompute = self.shape, self.engine.half, self.recipe.how.recompute and back
+        frugal = back and self.engine.kernels and (self.scheme.method == "tinytl" or not self.scheme.shares)
         blocks = shape.depth - self.scheme.cut
         head = 2.0 * shape.vocabulary * shape.width * one.targets * (2 if back else 1)
         pairs = one.pairs * (blocks - 1) + one.asked_pairs
@@ -146,10 +147,13 @@ class Clock:
         given = (one.tokens, one.pairs, one.asked, one.asked_pairs, one.targets)
         flops = step_flops(shape, self.scheme, *given, back=back)
         flops -= head + attention * (1 + ATTENTION_BACK if back else 1)
-        if recompute:
-            flops += 2.0 * shape.block_parameters * one.tokens * (blocks - 1)
+        kept = 0  # of a block's weights, those that are not multiplied with again
+        if frugal and not recompute:
+            kept = sum(rows * cols for name, rows, cols in shape.linears() if name in ("o", "down"))
+        if recompute or frugal:
+            flops += 2.0 * (shape.block_parameters - kept) * one.tokens * (blocks - 1)
         found = self._add("matrix products", self._products(flops, half) + self._products(head, False))
-        again = 1.0 if recompute else 0.0
+        again = 1.0 if recompute or frugal else 0.0
         found += self._add("attention", self._attention(attention * (1 + again + (ATTENTION_BACK if back else 0))))
         found += self._add("norms and gates", self._between(one.tokens, blocks, int(1 + again + (2 if back else 0))))
         found += self._add("unpacking weights", self._unpack(blocks, count * int(1 + again + back), half))

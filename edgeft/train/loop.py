@@ -173,6 +173,7 @@ class Trainer:
             passed.loss += float(piece.detach())
             with nullcontext() if parts else self.optimizer.last_pass(passed.loss):
                 piece.backward()  # type: ignore[no-untyped-call]
+            del piece  # its graph would hold memory into the next pass
             passed.tokens += len(nodes)
             passed.flops += self.flops(batch)
         return passed
