@@ -281,6 +281,7 @@ class Trainer:
             self._choose_channels()
             begin = self.governor.worked_s()
             of = f"{len(self.rows)} rows" + (", bf16" if self.stack.half else "")
+            of += ", int8" if self.scheme.method == "qas" else ""  # rounded before the first step
             self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
             seconds = round(self.governor.worked_s() - begin, 3)
             self.run.log(event="validation", step=0, heldout_loss=self.base_loss, seconds=seconds)
