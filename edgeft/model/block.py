@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from edgeft.model.kernels import Kernels, Plan, heads
-from edgeft.model.packed import PackedLinear
+from edgeft.model.packed import PackedLinear, Scratch
 from edgeft.model.pool import pool
 
 Tensor = torch.Tensor
@@ -170,15 +170,30 @@ def _add_weight_gradient(base: Any, trained: bool, dy: Tensor, x: Tensor) -> Non
     if not trained:  # asked for by `how.prune: false`, to see what it costs
         dy.T @ x
         return
-    if base.weight.grad is None:
-        base.weight.grad = (dy.T @ x).float()
+    weight = base.weight
+    if weight.grad is None:
+        # the buffer of the step before, unless the optimiser wants none between steps: fresh pages take time
+        spare = getattr(weight, "spare_gradient", None)
+        weight.grad = weight.spare_gradient = torch.empty_like(weight) if spare is None else spare
+        if x.dtype == torch.float32:
+            torch.mm(dy.T, x, out=weight.grad)
+        else:
+            weight.grad.copy_(_half_product(dy.T, x))
     elif x.dtype == torch.float32:
-        base.weight.grad.addmm_(dy.T, x)
+        weight.grad.addmm_(dy.T, x)
     else:
-        base.weight.grad += dy.T @ x
-    ready = getattr(base.weight, "gradient_ready", None)  # autograd's own hooks do not see what is added here
+        weight.grad += _half_product(dy.T, x)
+    ready = getattr(weight, "gradient_ready", None)  # autograd's own hooks do not see what is added here
     if ready is not None:
-        ready(base.weight)
+        ready(weight)
+
+
+_products = Scratch()
+
+
+def _half_product(x: Tensor, y: Tensor) -> Tensor:
+    """In memory that the next one overwrites."""
+    return torch.mm(x, y, out=_products.take(len(x), y.shape[1], torch.bfloat16))
 
 
 class _Linears(torch.autograd.Function):
