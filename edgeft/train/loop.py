@@ -216,6 +216,8 @@ class Trainer:
         active = {name for name in self.parameters if int(name.split(".")[1]) in blocks}
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(name in active)
+            if name not in active:
+                parameter.spare_gradient = None  # type: ignore[attr-defined]
         self.optimizer.keep(active)
 
     def _choose_tokens(self, batch: Batch, salt: int) -> None:
