@@ -13,8 +13,9 @@ subtracted on both sides; both have them at the same steps. The curve is held-ou
 targets) against these seconds; `seconds_to_reference` is when it reaches the loss of the model that peft-lora hands
 over (its best one), on straight lines between validations. The peak is of the whole process tree. Answers (F1, exact
 match) are on nobody's clock; the peers answer in transformers, edgeft's exported file in llama.cpp.
-`share_of_gemm` is work ÷ step time ÷ the rate of fp32 matrix products in the same call: of edgeft the work that was
-needed (null as long as its steps do not record it), of the peers 4 × parameters a padded token and the adapters'.
+`share_of_gemm` is work ÷ step time ÷ the rate, in the same call, of matrix products with the same operands (bf16 for
+edgeft where the processor has instructions for that, else fp32); `share_of_fp32_gemm` the same against fp32. Work: of
+edgeft what was needed, of the peers 4 × parameters a padded token and the adapters'.
 Results in --out from an earlier call with the same settings are kept, so that the reference has to run only once.
 """
 
@@ -42,7 +43,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # for the children too; before
 import bench_figures as figures
 import bench_peers as peers
 from bench_figures import NAMES, REFERENCE, BenchError
-from bench_meter import GEMMS, Tree, gemm_gflops
+from bench_meter import RATES, Tree, gemm_gflops
 
 from edgeft import device
 from edgeft.data import tokens
@@ -189,6 +190,8 @@ class Bench:
         if token_digest(folder / "tokens.npz") != self.settings["tokens"]:
             raise BenchError("edgeft trained on other tokens than its peers: leave `data.…` out of --set")
         scheme = next((e for e in figures.read_events(folder / "metrics.jsonl") if e["event"] == "scheme"), {})
+        engine = json.loads((folder / "engine.json").read_text())
+        result["products"] = "bf16" if engine["half"] else "fp32"
         result["settings"] = {"recipe": args.recipe, "set": args.set, "cut": scheme.get("cut")}
         if args.answers:
             run_quietly("edgeft's export", edgeft("--resume", "--out", str(folder), "--until", "export"))
@@ -213,7 +216,9 @@ class Bench:
             "heldout_loss": min(loss for _, loss in curve[1:]),  # of the model handed over: the best one
             "f1": None,
             "exact_match": None,
+            "products": "fp32",  # dtype of the operands
             "share_of_gemm": None,  # save() knows
+            "share_of_fp32_gemm": None,
             "curve": curve,
             "comparable": name != "mlx-lm",  # few rows: another task
             "step_gflops": figures.step_gflops(events),
@@ -238,10 +243,12 @@ class Bench:
 
     def save(self) -> list[dict[str, Any]]:
         medians = {shape: round(statistics.median(g[shape] for g in self.gemms), 2) for shape in self.gemms[0]}
-        rate = medians["x".join(map(str, GEMMS[0]))]
+        rate = medians[RATES["fp32"]]
         for r in self.new:
-            r["gemm_gflops"] = rate
-            r["share_of_gemm"] = None if r["step_gflops"] is None else round(r["step_gflops"] / rate, 4)
+            r["gemm_gflops"] = medians[RATES[r["products"]]]
+            if r["step_gflops"] is not None:
+                r["share_of_gemm"] = round(r["step_gflops"] / r["gemm_gflops"], 4)
+                r["share_of_fp32_gemm"] = round(r["step_gflops"] / rate, 4)
         results = figures.merge(self.kept, self.new)
         found = {"gemm_gflops": rate, "gemm_gflops_by_shape": medians, "settings": self.settings, "results": results}
         with replacing(self.args.out) as file:

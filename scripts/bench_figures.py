@@ -123,7 +123,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """Markdown; `×` columns are against peft-lora's whole time and its memory, `±` against its F1."""
     reference = next((r for r in results if r["name"] == REFERENCE), {})
     titles = ["", "seconds", "to reference", "× time", "peak GiB", "× memory"]
-    titles += ["held-out loss", "F1", "± F1", "exact match", "share of GEMM"]
+    titles += ["held-out loss", "F1", "± F1", "exact match", "share of GEMM", "of fp32 GEMM"]
 
     def ratio(value: float | None, of: float | None) -> str:
         return "" if value is None or not of else f"{value / of:.3f}"
@@ -146,7 +146,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             number(f1, 1),
             "" if f1 is None or base_f1 is None else f"{f1 - base_f1:+.1f}",
             number(r["exact_match"], 1),
-            "" if r["share_of_gemm"] is None else f"{100 * r['share_of_gemm']:.0f} %",
+            *("" if r.get(key) is None else f"{100 * r[key]:.0f} %" for key in ("share_of_gemm", "share_of_fp32_gemm")),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -10,9 +10,11 @@ from pathlib import Path
 import psutil
 
 from edgeft import device
+from edgeft.model import compiled
 
 SAMPLE_S = 0.1  # between looks at the memory of a process tree
 GEMMS = ((1024, 1024, 1024), (1024, 576, 1536))  # the first is what shares are of; the second is SmolLM2's FFN
+RATES = {"fp32": "1024x1024x1024", "bf16": "1024x1024x1024 bf16"}  # by a contender's products
 
 
 def hwm_bytes(pid: int | str = "self") -> int:
@@ -24,19 +26,20 @@ def hwm_bytes(pid: int | str = "self") -> int:
 
 
 def gemm_gflops() -> dict[str, float]:
-    """fp32 matrix products, the best of several."""
+    """Matrix products, the best of several: fp32, and bf16 where the processor has instructions for it."""
     import torch
 
     torch.set_num_threads(device.cores())
     rates = {}
-    for m, k, n in GEMMS:
-        a, b = torch.randn(m, k), torch.randn(k, n)
-        best = float("inf")
-        for _ in range(12):
-            began = time.perf_counter()
-            a @ b
-            best = min(best, time.perf_counter() - began)
-        rates[f"{m}x{k}x{n}"] = 2 * m * k * n / best / 1e9
+    for dtype in (torch.float32, torch.bfloat16) if compiled.multiplies_bf16() else (torch.float32,):
+        for m, k, n in GEMMS:
+            a, b = torch.randn(m, k, dtype=dtype), torch.randn(k, n, dtype=dtype)
+            best = float("inf")
+            for _ in range(12):
+                began = time.perf_counter()
+                a @ b
+                best = min(best, time.perf_counter() - began)
+            rates[f"{m}x{k}x{n}" + (" bf16" if dtype == torch.bfloat16 else "")] = 2 * m * k * n / best / 1e9
     return rates
 
 

@@ -97,13 +97,25 @@ def test_table() -> None:
     rows = [
         result("peft-lora", [[10.0, 4.0], [100.0, 1.0]], peak_bytes=4 * 2**30, share_of_gemm=0.31),
         result("mlx-lm", [[1.0, 4.0], [2.0, 0.5]], f1=None, exact_match=None),
-        result("edgeft", [[5.0, 4.0], [25.0, 0.0]], f1=51.5),
+        result("edgeft", [[5.0, 4.0], [25.0, 0.0]], f1=51.5, share_of_gemm=0.5, share_of_fp32_gemm=0.99),
     ]
     lines = figures.table(figures.merge([], rows)).splitlines()
     cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
     assert cells["peft-lora"][:5] == ["100.0", "100.0", "1.000", "4.00", "1.000"]
-    assert cells["peft-lora"][-1] == "31 %"
-    assert cells["edgeft"] == ["25.0", "20.0", "0.200", "1.00", "0.250", "0.0000", "51.5", "+1.5", "40.0", ""]
+    assert cells["peft-lora"][-2:] == ["31 %", ""]
+    assert cells["edgeft"] == [
+        "25.0",
+        "20.0",
+        "0.200",
+        "1.00",
+        "0.250",
+        "0.0000",
+        "51.5",
+        "+1.5",
+        "40.0",
+        "50 %",
+        "99 %",
+    ]
     assert cells["mlx-lm"][1:3] == ["", ""]
     assert len({line.count("|") for line in lines}) == 1
 

@@ -226,7 +226,7 @@ def test_token_share(model: Path) -> None:
     def run() -> tuple[float, dict[str, torch.Tensor]]:
         loss = stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         for p in parameters.values():
             p.grad = None
         return float(loss.detach()), found

@@ -21,6 +21,7 @@ from edgeft.config import HowConfig, Recipe, TrainConfig, UpdateConfig, build
 from edgeft.data.tree import Forest, epoch_order
 from edgeft.errors import ConfigError
 from edgeft.export.hf import export_hf
+from edgeft.export.verify import MAX_KL
 from edgeft.model import kernels
 from edgeft.model.header import LINEARS
 from edgeft.model.hf import load_hf
@@ -96,7 +97,7 @@ def loss_of(stack: Stack) -> torch.Tensor:
 
 def gradients(stack: Stack, parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
     loss_of(stack).backward()  # type: ignore[no-untyped-call]
-    found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}  # the buffer is used again
     for p in parameters.values():
         p.grad = None
     return found
@@ -266,11 +267,13 @@ def test_frugal_blocks_compute_the_same(model: Path) -> None:
         stack.frugal = frugal
         loss = stack.head.loss(stack.top(stack.trunk(rows, scheme.cut), rows, scheme.cut), rows.targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        found.append({name: p.grad for name, p in parameters.items()} | {"loss": loss.detach()})
+        found.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        found[-1]["loss"] = loss.detach()
         for p in parameters.values():
             p.grad = None
+    assert len(found[0]) == len(parameters) + 1
     for name in found[0]:
-        assert near(found[1][name], found[0][name]) < 1e-5, name  # type: ignore[arg-type]
+        assert near(found[1][name], found[0][name]) < 1e-4, name
 
 
 # ---------------------------------------------------------------- lite branches
@@ -627,7 +630,7 @@ def test_every_method_exports_and_llamacpp_agrees(recipe: str, sets: list[str], 
     assert done is not None
     assert done["best_loss"] < done["base_loss"]
     found = pipeline.export(run, "gguf", "auto", run.model, Progress())
-    assert found["check"]["top1"] > 85
+    assert found["check"]["mean_kl"] <= MAX_KL
     stack, scheme, _ = pipeline.trained_stack(run)
     folder = export_hf(pipeline.model_source(None), schemes.updated(stack, scheme), tmp_path / "hf")
     _, rows = Forest(ROWS).batch([0, 1])

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from edgeft.model.kernels import Kernels, Plan, heads
-from edgeft.model.packed import PackedLinear
+from edgeft.model.packed import PackedLinear, Scratch
 from edgeft.model.pool import pool
 from edgeft.model.recompute import recomputed
 
@@ -74,7 +74,7 @@ def as_layer(module: Any) -> Layer | None:
     if hasattr(module, "as_layer"):  # those of sparse/layers.py
         made: Layer | None = module.as_layer()
         return made
-    base = getattr(module, "base_layer", None)
+    base: Any = getattr(module, "base_layer", None)
     if type(base) not in (nn.Linear, PackedLinear) or list(getattr(module, "lora_A", ())) != ["default"]:
         return None
     down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
@@ -239,14 +239,30 @@ def _add(sum_: Tensor | None, x: Tensor, y: Tensor, way: Way, rows: int) -> Tens
 def _add_gradient(parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
     """dyᵀ x of two operands."""
     if parameter.grad is None:
-        parameter.grad = (dy.T @ x).float()
+        # the buffer of the step before, unless the optimiser wants none between steps: fresh pages take time
+        spare = getattr(parameter, "spare_gradient", None)
+        if spare is None:
+            spare = torch.empty(parameter.shape)
+        parameter.grad = parameter.spare_gradient = spare  # type: ignore[attr-defined]
+        if x.dtype == torch.float32:
+            torch.mm(dy.T, x, out=spare)
+        else:
+            spare.copy_(_half_product(dy.T, x))
     elif x.dtype == torch.float32:
         parameter.grad.addmm_(dy.T, x)
     else:
-        parameter.grad += dy.T @ x
+        parameter.grad += _half_product(dy.T, x)
     ready = getattr(parameter, "gradient_ready", None)  # autograd's own hooks do not see what is added here
     if ready is not None:
         ready(parameter)
+
+
+_products = Scratch()
+
+
+def _half_product(x: Tensor, y: Tensor) -> Tensor:
+    """In memory that the next one overwrites."""
+    return torch.mm(x, y, out=_products.take(len(x), y.shape[1], torch.bfloat16))
 
 
 class _Linears(torch.autograd.Function):

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from edgeft.model.kernels import Kernels
 
 
-class _Scratch:
-    """One buffer, for all unpacked weights or for all logits: valid until the next `take`."""
+class Scratch:
+    """One buffer, for all unpacked weights or for all logits, say: valid until the next `take`."""
 
     def __init__(self) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
@@ -33,10 +33,10 @@ class _Scratch:
         return self.buffer[:size].view(dtype).view(rows, cols)
 
 
-_scratch = _Scratch()
-_halves = _Scratch()  # of what is unpacked to float32 first
-_logits = _Scratch()
-_bytes = _Scratch()  # packed rows that are put in order
+_scratch = Scratch()
+_halves = Scratch()  # of what is unpacked to float32 first
+_logits = Scratch()
+_bytes = Scratch()  # packed rows that are put in order
 
 
 def tensor_of(data: np.ndarray) -> torch.Tensor:

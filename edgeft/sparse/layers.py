@@ -162,7 +162,7 @@ class Int8Linear(_Over):
 
     def operand(self, half: bool) -> Tensor:
         """As a product reads it, in the buffer that the next weight overwrites."""
-        out = _scratch.take(*self.codes.shape, torch.bfloat16 if half else torch.float32)
+        out = _scratch.take(self.out_features, self.in_features, torch.bfloat16 if half else torch.float32)
         if half:
             return torch.mul(self.codes, self.scales[:, None], out=out)  # rounded once
         return out.copy_(self.codes).mul_(self.scales[:, None])  # eight times as fast

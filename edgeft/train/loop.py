@@ -191,6 +191,8 @@ class Trainer:
         active = {name for name in self.parameters if int(name.split(".")[1]) in blocks}
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(name in active)
+            if name not in active:
+                parameter.spare_gradient = None  # type: ignore[attr-defined]
         self.optimizer.keep(active)
 
     def _choose_tokens(self, batch: Batch, salt: int) -> None:
@@ -262,6 +264,7 @@ class Trainer:
             self._choose_channels()
             begin = self.governor.worked_s()
             of = f"{len(self.rows)} rows" + (", bf16" if self.stack.half else "")
+            of += ", int8" if self.scheme.method == "qas" else ""  # rounded before the first step
             self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
             seconds = round(self.governor.worked_s() - begin, 3)
             self.run.log(event="validation", step=0, heldout_loss=self.base_loss, seconds=seconds)

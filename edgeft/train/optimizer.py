@@ -67,7 +67,7 @@ class Optimizer:
         self._squares += square
         if self._good and math.isfinite(square):
             self._update([self.names[parameter]], 1.0)  # type: ignore[index]
-        parameter.grad = None
+        parameter.grad = parameter.spare_gradient = None  # type: ignore[attr-defined]
 
     def step(self) -> float:
         """The gradient's norm, before it was clipped; gradients are gone after it.
