@@ -195,8 +195,8 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
     active = trained * min(1.0, turns / len(scheme.blocks)) if turns else trained
     rows = LOGITS_BYTES // (4 * shape.vocabulary) or 1
     scratch = _scratch(shape, engine, trunk=scheme.cut > 0)
-    if engine.half:  # a trained weight as a product reads it, or a gradient as a product gives it
-        scratch += 2 * largest
+    if engine.half:  # a trained weight as a product reads it, and a gradient as a product gives it
+        scratch += 2 * 2 * largest
     return {
         "libraries": libraries(shape, scheme, engine, load.sizes(how.micro_batch_tokens) if engine.half else 0),
         "packed frozen weights": _weights(shape, scheme, how, load, range(scheme.cut, shape.depth)),
