@@ -634,8 +634,8 @@ def _remove_runs(names: list[str], yes: bool, as_json: bool) -> None:
     if as_json:
         _print_json({"removed": freed})
         return
-    for place, size in freed.items():
-        out.print(f"took away {place} ({size / 2**20:.1f} MiB)", soft_wrap=True)
+    for name, size in freed.items():
+        out.print(f"took away {name} ({size / 2**20:.1f} MiB)", soft_wrap=True)
 
 
 def _arrow(metric: str, before: float | None, after: float | None) -> str:
