@@ -77,6 +77,7 @@ def told() -> Iterator[None]:
         if error.errno != errno.ENAMETOOLONG:
             raise
         err.print("[bold red]error:[/] a name that was given is too long to be a file's", soft_wrap=True)
+        err.print("[bold]hint:[/] look at the command's names for one that is cut, doubled or quoted wrongly")
         raise typer.Exit(ConfigError.exit_code) from None
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from edgeft.config import HowConfig, Recipe, TrainConfig, UpdateConfig
-from edgeft.errors import ConfigError, EdgeftError
+from edgeft.errors import ConfigError, EdgeftError, RunError
 from edgeft.model import compiled, ggml, kernels
 from edgeft.model.attention import Tree
 from edgeft.model.block import Way, add_norm, feed_forward, padded
@@ -405,10 +405,13 @@ def test_adamw_is_torchs(clip: float) -> None:
 
 
 def test_adamw_is_the_same_whatever_the_threads() -> None:
-    found = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        found.append(stepped("kernels", HowConfig(optimizer_state="8bit"), 3, train=TrainConfig(clip=0.05)))
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(stepped("kernels", HowConfig(optimizer_state="8bit"), 3, train=TrainConfig(clip=0.05)))
+    finally:
+        torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -459,3 +462,10 @@ def test_in_place_goes_without_clipping() -> None:
 def test_bf16_moments_need_the_kernels() -> None:
     with pytest.raises(ConfigError, match="kernels"):
         optimizer.make({}, TrainConfig(), HowConfig(optimizer_state="bf16"), None)
+
+
+def test_moments_of_an_earlier_version_are_refused() -> None:
+    parameters = {"w": torch.nn.Parameter(torch.zeros(4))}
+    found = optimizer.make(parameters, TrainConfig(), HowConfig(), kernels.load())
+    with pytest.raises(RunError, match="earlier edgeft"):
+        found.restore({"adamw.exp_avg.w": torch.zeros(4), "adamw.exp_avg_sq.w": torch.zeros(4)}, {"adamw.step.w": 1.0})

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from edgeft.config import HowConfig, TrainConfig
-from edgeft.errors import ConfigError
+from edgeft.errors import ConfigError, RunError
 from edgeft.model.kernels import GROUP, Kernels, Rule
 
 EPS = 1e-8  # torch's own
@@ -133,6 +133,14 @@ class Compiled(Optimizer):
     ) -> None:
         super().__init__(parameters, train, how)
         self.kernels, self.moments = kernels, MOMENTS[how.optimizer_state]
+
+    def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
+        super().restore(tensors, numbers)
+        if any("first" not in parts for parts in self.kept.values()):
+            raise RunError(
+                "the run's checkpoint is of an earlier edgeft, whose AdamW kept other numbers",
+                "start the run anew in another folder (--out): its rows and cache are used again",
+            )
 
     def _square(self, gradient: torch.Tensor) -> float:
         return self.kernels.squares(gradient.contiguous())
