@@ -120,7 +120,7 @@ def test_recipe_in_another_encoding(tmp_path: Path) -> None:
     ("load", "name", "words"),
     [
         (load_recipe, "sparse_bp", ["unknown recipe `sparse_bp`", "did you mean `sparse-bp`?"]),
-        (load_recipe, "xyz", ["unknown recipe `xyz`", "known: bias-norm, cycle, full, lora"]),
+        (load_recipe, "xyz", ["unknown recipe `xyz`", "known: auto, bias-norm, cycle, full, lora"]),
         (load_recipe, "", ["unknown recipe ``"]),
         (load_recipe, "rpi5", ["unknown recipe `rpi5`"]),
         (load_recipe, "..", ["unknown recipe `..`"]),

@@ -259,7 +259,14 @@ class Weights:
 # ---------------------------------------------------------------- packing by bitsandbytes
 
 
-class Nf4(Packed):
+class _Held(Packed):
+    """In memory, in a packing that ggml does not know."""
+
+    def copy(self) -> torch.Tensor:
+        return self.dense().clone()
+
+
+class Nf4(_Held):
     """4-bit normal floats in blocks of 64 with a float32 scale each, as QLoRA's."""
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -276,7 +283,7 @@ class Nf4(Packed):
         return functional.dequantize_4bit(self.quantised, self.state)[start:stop]
 
 
-class Int8(Packed):
+class Int8(_Held):
     """8-bit rows with a float32 scale each, as LLM.int8's; inputs stay float32, and so their gradient is exact."""
 
     def __init__(self, weight: torch.Tensor) -> None:

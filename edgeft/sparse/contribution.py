@@ -226,7 +226,7 @@ def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, te
                     above[place] = _back(stack, sample, inputs, block, place, targets[number], above[place])
                 gradients.append({name: p.grad for name, p in parameters.items() if p.grad is not None})
                 for parameter in parameters.values():
-                    parameter.grad = None
+                    parameter.grad = parameter.spare_gradient = None  # type: ignore[attr-defined]
             if not gradients[1]:  # a single part: there is no other half to judge by
                 gradients[1] = dict(gradients[0])
             for name in list(gradients[0]):

@@ -192,7 +192,7 @@ def repair(problem: Problem, schemes: Schemes, random: np.random.Generator, guid
         chosen = _until(np.where(alive > 0, order, np.inf), saved, over[rows])
         level[rows] = np.where(chosen & (alive > 0), level[rows] - 1, level[rows])
     now = replace(schemes, level=level)
-    good: Bools = (score(problem, now)[1] <= problem.budget).all(1)
+    good: Bools = np.asarray((score(problem, now)[1] <= problem.budget).all(1))
     return replace(now, level=level * good[:, None, None], biased=now.biased * good)
 
 
@@ -201,7 +201,7 @@ def _until(order: Floats, each: Floats, wanted: Floats) -> Bools:
     rows = len(order)
     places = np.argsort(order.reshape(rows, -1), axis=1)
     together = np.cumsum(np.take_along_axis(each.reshape(rows, -1, 2), places[:, :, None], 1), axis=1)
-    short: Bools = (together < wanted[:, None]).any(-1)  # up to this one it does not suffice
+    short: Bools = np.asarray((together < wanted[:, None]).any(-1))  # up to this one it does not suffice
     mask = np.zeros(short.shape, bool)
     np.put_along_axis(mask, places, np.concatenate([np.ones((rows, 1), bool), short[:, :-1]], 1), 1)
     return mask.reshape(order.shape)
@@ -225,13 +225,14 @@ def refill(
         order = order + JITTER * random.standard_normal(level.shape)
     places = np.argsort(np.where(able, order, np.inf).reshape(rows, -1), axis=1)
     together = np.cumsum(np.take_along_axis(added.reshape(rows, -1, 2), places[:, :, None], 1), axis=1)
-    fits: Bools = (together <= left[:, None]).all(-1)
+    fits: Bools = np.asarray((together <= left[:, None]).all(-1))
     fits[:, most:] = False
     mask = np.zeros(fits.shape, bool)
     np.put_along_axis(mask, places, fits, 1)
     higher = np.where(mask.reshape(level.shape) & able, level + 1, schemes.level)
     fuller = replace(schemes, level=higher)
-    good: Bools = (score(problem, fuller)[1] <= problem.budget).all(1)  # together they may cost more than one by one
+    # together they may cost more than one by one
+    good: Bools = np.asarray((score(problem, fuller)[1] <= problem.budget).all(1))
     return replace(schemes, level=np.where(good[:, None, None], higher, schemes.level))
 
 
