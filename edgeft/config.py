@@ -94,10 +94,10 @@ class UpdateConfig:
         1.0, "share of each weight's input channels that is trained; no gradient of the others", choices=CHANNELS
     )
     choose: str = knob(
-        "weight",
-        "which channels: weight: those with the largest weights; gradient: with the largest gradients, by a backward "
-        "pass over a few rows before training; first: the first ones",
-        choices=("weight", "gradient", "first"),
+        "gradient",
+        "which channels: gradient: those with the largest gradients, by a backward pass over a few rows before "
+        "training; weight: with the largest weights; first: the first ones",
+        choices=("gradient", "weight", "first"),
     )
     parts: list[PartConfig] = knob(
         [],

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """edgeft beside the tools that people use today: time to quality, memory, quality.
 
-    scripts/bench.py --out FILE.json [--data DIR] [--rows 1000] [--epochs 3] [--only NAME …] [--plot FILE.png]
+    scripts/bench.py --out FILE.json [--data DIR] [--rows 1000] [--epochs 3] [--only NAME …] [--memory 1GiB]
 
 Contenders run in turn, each in a process of its own, on the same token ids, the same held-out rows and this machine:
 `peft-lora` (the reference) and `edgeft`, on request `peft-qlora` and `mlx-lm` (few rows; pip install -e '.[peers]').
@@ -184,6 +184,7 @@ class Bench:
             "how.trunk_place": "run",  # the trunk pass is on the clock: none from an earlier run
         }  # fmt: skip
         own = [part for item in args.set for part in ("--set", item)]
+        own += ["--memory", args.memory] if args.memory else []
         command = edgeft("--recipe", args.recipe, *self.common, "--out", str(folder), *sets(values), *own)
         tree = Tree([*command, "--until", "train"])
         result = self.result("edgeft", folder, tree)
@@ -192,7 +193,7 @@ class Bench:
         scheme = next((e for e in figures.read_events(folder / "metrics.jsonl") if e["event"] == "scheme"), {})
         engine = json.loads((folder / "engine.json").read_text())
         result["products"] = "bf16" if engine["half"] else "fp32"
-        result["settings"] = {"recipe": args.recipe, "set": args.set, "cut": scheme.get("cut")}
+        result["settings"] = {"recipe": args.recipe, "set": args.set, "memory": args.memory, "cut": scheme.get("cut")}
         if args.answers:
             run_quietly("edgeft's export", edgeft("--resume", "--out", str(folder), "--until", "export"))
             rows = tokens.load(self.tokens)[1]
@@ -300,6 +301,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=[REFERENCE, "edgeft"], metavar="NAME")
     parser.add_argument("--recipe", default="sparse-bp", help="edgeft's")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a knob of edgeft's recipe")
+    parser.add_argument("--memory", help="edgeft's budget, which its planner keeps to (850MiB) [the machine's]")
     parser.add_argument("--peer-lr", type=float, default=5e-4, help="peak learning rate of the peers")
     parser.add_argument("--no-answers", dest="answers", action="store_false", help="no F1 and exact match")
     parser.add_argument("--out", type=Path, required=True, help="JSON file; earlier results in it are kept")

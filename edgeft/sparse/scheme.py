@@ -36,7 +36,7 @@ class Scheme:
     shares: dict[tuple[int, str], float]  # of a weight's input channels, by (block, tensor): above 0
     biases: frozenset[tuple[int, str]] = frozenset()
     norms: frozenset[int] = frozenset()  # blocks
-    choose: str = "weight"  # how channels are chosen where a share is below 1
+    choose: str = "gradient"  # how channels are chosen where a share is below 1
     rank: int = 0
     alpha: float = 0.0
     rounding: str = "stochastic"  # of int8 weights
