@@ -174,7 +174,7 @@ def make_plan(
     from edgeft.plan.rows import Load
     from edgeft.plan.shape import shape_of
 
-    recipe, place = run.recipe, run.path / "plan.json"
+    recipe, place = run.recipe, run.plan
     before = run.read_json(place) or {}
     if engine and before.get("asked") == asdict(recipe.how) and before.get("budget_bytes") == budget_bytes:
         # as it was planned: other micro-batches would round otherwise
@@ -252,7 +252,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
         raise RunError(f"{run.tokens} holds tokens that the model does not have", "delete it: it is made anew")
     planned = schemes.make(run.recipe.update, shape.depth, GGUF.open(source).arch if is_gguf(source) else "llama")
     if budget_bytes and run.recipe.how.products == "auto":  # bf16 ones may have been planned without
-        before = run.read_json(run.path / "plan.json") or {}
+        before = run.read_json(run.plan) or {}
         run.recipe.how.products = (before.get("how") or {}).get("products", "auto")
     engine = choose_engine(run, shape, planned, rows, progress)
     run.recipe.how.compile = "on" if engine.kernels else "off"  # what `auto` came to: the plan depends on it

@@ -139,6 +139,7 @@ class Run:
         self.best = path / "best.safetensors"
         self.metrics = path / "metrics.jsonl"
         self.done = path / "done.json"
+        self.plan = path / "plan.json"
         self.exported = path / "export.json"
         self.evaluation = path / "eval.json"
         self.peaks = path / "peaks.json"  # bytes, by stage
@@ -221,10 +222,12 @@ class Run:
             return
         if self._lock is not None:
             self._lock.close()
-        with contextlib.suppress(OSError):  # something else lies in it, or the disk is read-only
-            for file in (self.recipe_file, self.metrics, self.path / "lock"):
-                file.unlink(missing_ok=True)
-            self.path.rmdir()
+        made = (self.plan, self.metrics, self.recipe_file, self.path / "lock")
+        with contextlib.suppress(OSError):  # the disk is read-only
+            if not {path.name for path in self.path.iterdir()} - {file.name for file in made}:
+                for file in made:
+                    file.unlink(missing_ok=True)
+                self.path.rmdir()
 
     def drop_data(self) -> None:
         """Takes away the rows' tokens and what was computed from them; what was learned stays."""

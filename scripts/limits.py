@@ -44,8 +44,8 @@ class Job:
     sets: list[str]
     fit: bool = True  # the planner may shrink what is trained
     tokens: int = 256  # of each row
-    rows: int = 16
-    steps: int = 4
+    rows: int = 8
+    steps: int = 2
 
 
 SHORT = ["eval.rows=4", "eval.max_new_tokens=8"]  # what takes time and no more memory
@@ -57,7 +57,7 @@ JOBS = [
     Job(
         "llama2-7b", 3072, 2048, "llama2-7b*.gguf",
         [*SHORT, "update.blocks=5", "update.tensors=q,k,v,o,up", "update.biases=true", "update.channels=0.25"],
-        fit=False, tokens=64, steps=2,
+        fit=False, tokens=64, rows=16,
     ),
 ]  # fmt: skip
 
@@ -112,7 +112,8 @@ def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str]) 
     """The job as a user would start it, all of its processes under one limit."""
     rows, place = folder / "rows", folder / "run"
     write_rows(rows, job.rows, job.tokens)
-    sets = [f"data.max_tokens={job.tokens}", f"train.steps={job.steps}", "train.batch_rows=8", "train.validations=1"]
+    sets = [f"data.max_tokens={job.tokens}", f"train.steps={job.steps}", "train.validations=1"]
+    sets += [f"train.batch_rows={job.rows // job.steps}"]
     sets += ["how.trunk_place=run", "how.compile=on", "how.nice=0", *job.sets, *more]
     options = [part for value in sets for part in ("--set", value)]
     command = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -66,6 +67,7 @@ def again(run: Run) -> Run:
     """As another process would open it."""
     if run._lock is not None:
         run._lock.close()
+    gc.collect()  # a trainer that is done with holds its run, and so the lock
     return Run.start(run.path, Run.open(run.path).recipe, True)
 
 

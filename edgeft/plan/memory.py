@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from edgeft.config import TENSORS, HowConfig, Recipe
 from edgeft.evaluate.llamacpp import BATCH, CACHE_BYTES, CACHE_SHARE, CELLS, OUTPUTS
-from edgeft.evaluate.quick import MEMORY_SHARE
+from edgeft.evaluate.quick import LEAST_TOKENS, MEMORY_SHARE
 from edgeft.export.gguf import SPOOL_BYTES
 from edgeft.export.verify import BATCH_TOKENS, TARGETS
 from edgeft.model import HEAD_ROWS, LOGITS_BYTES
@@ -263,7 +263,9 @@ def _eval(
     rows = min(recipe.eval.rows, load.heldout_rows)
     row = load.longest + recipe.eval.max_new_tokens
     wide = 2 * (shape.depth * shape.block_parameters + shape.vocabulary * shape.width)
-    copied = recipe.eval.unpack and shape.slow_types and (not budget_bytes or wide <= MEMORY_SHARE * budget_bytes)
+    tokens = load.held_tokens * rows // max(1, load.heldout_rows)
+    copied = recipe.eval.unpack and shape.slow_types and tokens >= LEAST_TOKENS
+    copied = copied and (not budget_bytes or wide <= MEMORY_SHARE * budget_bytes)
     return {
         "libraries": PYTHON_BYTES + LLAMA_BYTES,
         "packed frozen weights": wide if copied else 0,

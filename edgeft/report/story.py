@@ -83,7 +83,7 @@ def tell(run: Run) -> Story:
         suites=suites,
         harness=run.read_json(run.path / "eval-harness.json"),
         done=run.read_json(run.done) or {},
-        plan=run.read_json(run.path / "plan.json") or {},
+        plan=run.read_json(run.plan) or {},
         exported=run.read_json(run.path / "export.json") or {},
         counts=first["prepare"],
         scheme=first["scheme"],

@@ -42,19 +42,24 @@ from edgeft.train.schedule import Schedule as Schedule
 from edgeft.train.watch import Watch, is_refusal
 from edgeft.work import step_flops
 
-CHOOSING_ROWS = 16  # whose gradients decide which channels are trained
+SAME_S = 0.5  # requests to stop within this time are one
+CHOOSING_ROWS = 8  # whose gradients decide which channels are trained
 
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask; the loop answers at the next safe place. A second Ctrl-C is not held back."""
-    asked: list[int] = []
+    """Ctrl-C and SIGTERM ask; the loop answers at the next safe place. A second Ctrl-C is not held back.
+
+    One that comes along with another signal is no second one: this process and its parent were both told.
+    """
+    asked: list[float] = []  # when
     before: dict[int, Any] = {}
 
     def note(number: int, frame: Any) -> None:
-        if asked and number == signal.SIGINT:
+        now = time.monotonic()
+        if asked and number == signal.SIGINT and now - asked[0] > SAME_S:
             raise KeyboardInterrupt
-        asked.append(number)
+        asked.append(now)
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -119,8 +124,9 @@ class Trainer:
         self.guard = Guard()
         self.process = psutil.Process()
         longest = max(map(len, self.forest.paths))
-        self.watch = Watch(run, progress, longest, lambda: int(self.process.memory_info().rss), _let_go)
-        self.remaining = Remaining(run.read_json(run.path / "plan.json") or {}, self.schedule.steps)
+        process = self.process  # not through self: a trainer that is done with must go, and its run's lock with it
+        self.watch = Watch(run, progress, longest, lambda: int(process.memory_info().rss), _let_go)
+        self.remaining = Remaining(run.read_json(run.plan) or {}, self.schedule.steps)
 
     @property
     def engine(self) -> str:

@@ -46,7 +46,7 @@ class Watch:
         for the next pass, which will have so many tokens at the most."""
         self.run, self.progress, self.longest, self.root = run, progress, longest, root
         self._resident, self._give_back, self._clock = resident, give_back, clock
-        plan: dict[str, Any] = run.read_json(run.path / "plan.json") or {}
+        plan: dict[str, Any] = run.read_json(run.plan) or {}
         stages, smaller = plan.get("stages") or {}, plan.get("smaller") or {}
         self.budget_bytes = int(plan.get("budget_bytes") or 0)
         self._planned = {int(tokens): int(size) for tokens, size in smaller.items()}
