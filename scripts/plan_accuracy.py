@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What was planned against what was measured: peak memory and time of short runs over models, recipes and row lengths.
 
-    scripts/plan_accuracy.py [--models DIR] [--only PART …] [--out FILE] [--again] [--steps 2]
+    scripts/plan_accuracy.py [--models DIR] [--only PART …] [--out FILE] [--again] [--steps 1]
 
 Every cell is `edgeft finetune --until train` in processes of its own, with rows of exactly so many tokens that share no
 prefix, made of the embedded handbook. Its plan is the one that it prints before it begins; the peak is the highest
@@ -32,7 +32,7 @@ from edgeft.model import demo_model
 MODELS = {"smollm2": "", "tinyllama": "tinyllama", "qwen": "qwen2.5", "random-3b": "llama3.2-3b"}
 RECIPES = ("sparse-bp", "bias-norm", "lora")
 TOKENS = (128, 512, 1024)
-STEP_TOKENS = 2048  # so that a step has two micro-batches, whatever the rows
+STEP_TOKENS = 1024  # one full micro-batch; two for the longest rows
 BARS = {"memory": (0.15, 0.07), "time": (0.30, 0.30)}  # worst cell, median
 
 
@@ -62,7 +62,7 @@ def measure(model: Path, recipe: str, tokens: int, steps: int, sets: list[str]) 
             f"train.batch_rows={batch}",
             "train.validations=1",
         ]
-        every += ["how.trunk_place=run", "data.heldout_rows=2", "how.compile=on", *sets]
+        every += ["how.trunk_place=run", "data.heldout_rows=1", "how.compile=on", *sets]
         options = [part for value in every for part in ("--set", value)]
         command = [sys.executable, "-m", "edgeft", "finetune", "--recipe", recipe, "--model", str(model)]
         command += ["--data", str(rows), "--out", str(place), "--until", "train", "--json", *options]
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="PART")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--again", action="store_true", help="run also what --out has already")
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--set", action="append", default=[])
     args = parser.parse_args()
     cells: dict[str, dict[str, Any]] = json.loads(args.out.read_text()) if args.out and args.out.is_file() else {}
