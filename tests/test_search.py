@@ -277,6 +277,7 @@ def need(tiny: Path, data: Path) -> tuple[float, float]:
     return float(least), found["seconds"]
 
 
+@pytest.mark.slow
 def test_found_within_both_budgets(tiny: Path, data: Path, need: tuple[float, float]) -> None:
     recipe = recipe_for(tiny, data)
     free = search.Budget(math.inf, 1e9, 1e6)
@@ -311,6 +312,7 @@ def test_too_little_is_refused_with_the_smallest_need(tiny: Path, data: Path) ->
 COMMAND = ["search", *(part for item in ("train.epochs=1", *SETS) for part in ("--set", item))]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_recipe_that_can_be_used(tiny: Path, data: Path, tmp_path: Path, edgeft: Edgeft) -> None:
     out = tmp_path / "my.yaml"
     given = [*COMMAND, "--model", tiny, "--data", data, "-o", out]
@@ -342,6 +344,7 @@ def test_the_command_writes_a_recipe_that_can_be_used(tiny: Path, data: Path, tm
         assert "hint:" in refused.stderr
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(tiny: Path, data: Path, tmp_path: Path, edgeft: Edgeft) -> None:
     """What was measured before is not measured again, and the recipe is the one of a search that was left alone."""
     out, whole = tmp_path / "my.yaml", tmp_path / "whole.yaml"
@@ -376,6 +379,7 @@ def test_killed_and_resumed(tiny: Path, data: Path, tmp_path: Path, edgeft: Edge
 # ---------------------------------------------------------------- update.blocks: auto
 
 
+@pytest.mark.slow
 def test_auto_finds_what_is_trained_and_keeps_it(tiny: Path, data: Path, tmp_path: Path, edgeft: Edgeft) -> None:
     folder = tmp_path / "run"
     sets = [part for s in ("update.blocks=auto", "train.epochs=1", *SETS) for part in ("--set", s)]
