@@ -75,7 +75,7 @@ class _Top:
 
     def __init__(self, shape: Shape, scheme: Scheme, half: bool, threads: int, recompute: bool) -> None:
         self.shape, self.scheme, self.half, self.threads, self.recompute = shape, scheme, half, threads, recompute
-        self.frugal = not recompute and (scheme.method == "tinytl" or not scheme.shares)
+        self.frugal = not recompute and scheme.frugal
         self.pool = Buffers()
         self.each = 2 if half else 4  # bytes of a value that a product reads or gives
 

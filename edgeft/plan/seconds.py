@@ -139,7 +139,7 @@ class Clock:
         """These passes from the cut on."""
         one, count = total(passes), len(passes)
         shape, half, recompute = self.shape, self.engine.half, self.recipe.how.recompute and back
-        frugal = back and self.engine.kernels and (self.scheme.method == "tinytl" or not self.scheme.shares)
+        frugal = back and self.engine.kernels and self.scheme.frugal
         blocks = shape.depth - self.scheme.cut
         head = 2.0 * shape.vocabulary * shape.width * one.targets * (2 if back else 1)
         pairs = one.pairs * (blocks - 1) + one.asked_pairs

@@ -53,6 +53,11 @@ class Scheme:
         """The lowest trained block; all below it is the trunk."""
         return self.blocks[0]
 
+    @property
+    def frugal(self) -> bool:
+        """No gradient needs the input of a layer, so that most of a block can be computed again from little."""
+        return self.method == "tinytl" or not self.shares
+
     def share(self, block: int, tensor: str) -> float:
         """Of the input channels of this weight, how much is trained: 0 = frozen. LoRA's adapters see all of them."""
         return self.shares.get((block, tensor), 0.0)

@@ -100,7 +100,7 @@ class Trainer:
         self.progress = progress
         how = run.recipe.how
         stack.recompute, stack.supervised_only, stack.prune = how.recompute, how.supervised_only, how.prune
-        stack.frugal = scheme.method == "tinytl" or not scheme.shares  # layers that need no input: others keep little
+        stack.frugal = scheme.frugal
         self.forest = Forest(train + heldout, share=how.tree)
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))

@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""What a pass keeps for its way back, by method, on the same blocks: bytes of activations between forward and backward.
+
+    scripts/kept.py [--tokens 512] [--blocks 30]
+
+Rows of the embedded handbook in one pass of at most so many tokens through the embedded model's last blocks, with the
+kernels; looked at in the pool that all activations come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from edgeft import config, pipeline
+from edgeft.data.tree import Forest
+from edgeft.model import demo_model, kernels
+from edgeft.model.pool import _use_count, pool
+from edgeft.model.stack import load
+from edgeft.sparse import scheme as schemes
+
+METHODS = ("full", "bias-norm", "tinytl")
+
+
+def kept(recipe: config.Recipe, blocks: int, forest: Forest, rows: list[int]) -> int:
+    stack = load(str(demo_model()), lean=True)
+    stack.kernels = stack.head.kernels = kernels.load()
+    scheme = schemes.make(replace(recipe.update, blocks=blocks), stack.depth, stack.arch)
+    schemes.apply(stack, scheme, 0)
+    stack.frugal = scheme.frugal
+    _, batch = forest.batch(rows)
+    hidden = stack.trunk(batch, scheme.cut)
+    pool.resize(len(hidden))
+    loss = stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets)
+    assert _use_count is not None
+    used = [s for same in pool._free.values() for s, idle in same if _use_count(s._cdata) != idle]
+    loss.backward()  # type: ignore[no-untyped-call]
+    return sum(storage.nbytes() for storage in used)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--blocks", type=int, default=30)
+    args = parser.parse_args()
+    _, train, _, _ = pipeline.encode(config.load_recipe("sparse-bp"))
+    forest = Forest(train)
+    rows: list[int] = []
+    for row in range(len(train)):
+        if len(forest.batch([*rows, row])[0]) > args.tokens:
+            break
+        rows.append(row)
+    found = {name: kept(config.load_recipe(name), args.blocks, forest, rows) for name in METHODS}
+    tokens = len(forest.batch(rows)[0])
+    print(f"{len(rows)} rows, {tokens} tokens, the last {args.blocks} blocks\n")
+    print("| method | kept | against full |\n|---|---|---|")
+    for name, size in found.items():
+        print(f"| {name} | {size / 2**20:.1f} MiB | {size / found['full']:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
