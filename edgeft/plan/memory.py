@@ -194,6 +194,8 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
     turns = recipe.update.cycle_blocks  # gradients and moments of these alone
     active = trained * min(1.0, turns / len(scheme.blocks)) if turns else trained
     rows = LOGITS_BYTES // (4 * shape.vocabulary) or 1
+    # in place there are no others, unless those of earlier passes wait for the last
+    alone = how.step_in_place and all(len(step) <= 1 for step in load.passes(how.micro_batch_tokens))
     scratch = _scratch(shape, engine, trunk=scheme.cut > 0)
     if engine.half:  # a trained weight as a product reads it, and a gradient as a product gives it
         scratch += 2 * 2 * largest
@@ -201,7 +203,7 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
         "libraries": libraries(shape, scheme, engine, load.sizes(how.micro_batch_tokens) if engine.half else 0),
         "packed frozen weights": _weights(shape, scheme, how, load, range(scheme.cut, shape.depth)),
         "trained weights": weight_bytes(recipe) * trained,
-        "gradients": 4 * (largest if how.step_in_place else active),
+        "gradients": 4 * (largest if alone else active),
         "optimiser state": state_bytes(recipe) * active,
         "saved activations": activations(shape, scheme, recipe, widest.tokens, widest.asked, engine),
         "boundary states": widest.tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
