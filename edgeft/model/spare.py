@@ -20,12 +20,21 @@ def use(wanted: bool) -> None:
     """For this process from now on; what malloc was told once, it keeps."""
     global on
     on = wanted
-    if wanted and sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-        if mallopt is not None:
-            mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
-            mallopt(M_TRIM_THRESHOLD, LARGE_BYTES)
-            mallopt(M_ARENA_MAX, 1)
+    if wanted:
+        large_apart()
+        _tell(M_ARENA_MAX, 1)
+
+
+def large_apart() -> None:
+    """Freed buffers go back at once, at the price of fresh pages for the next; for this process from now on."""
+    _tell(M_MMAP_THRESHOLD, LARGE_BYTES)
+    _tell(M_TRIM_THRESHOLD, LARGE_BYTES)
+
+
+def _tell(what: int, value: int) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None  # musl has none
+    if mallopt is not None:
+        mallopt(what, value)
 
 
 def trim() -> None:

@@ -101,6 +101,8 @@ class Trainer:
         how = run.recipe.how
         stack.recompute, stack.supervised_only, stack.prune = how.recompute, how.supervised_only, how.prune
         stack.frugal = scheme.frugal
+        if stack.frugal and stack.kernels:
+            spare.large_apart()  # autograd's own sums, outside the pool, left 100 to 200 MiB of holes
         self.forest = Forest(train + heldout, share=how.tree)
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))
