@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from edgeft import device
 from edgeft.config import Device, Recipe
@@ -21,8 +22,8 @@ from edgeft.work import ATTENTION_BACK, step_flops
 
 # Shares of doctor's rates that the kernels reach inside a step, measured on two cores with AVX-512.
 PRODUCTS = 0.9  # of the trial's product: layers are of other sizes
-HALF_PRODUCTS = 0.68  # the same in bf16, where what lies around a product weighs more
-ATTENTION = 0.4  # the attention kernel against a float32 product
+HALF_PRODUCTS = 0.74  # the same in bf16, where what lies around a product weighs more
+ATTENTION = 0.6  # the attention kernel against a float32 product
 PLAIN = 0.5  # plain torch against the kernels, whole steps
 LLAMA = 0.6  # llama.cpp's products, mostly of 8-bit integers, against float32 ones
 
@@ -38,10 +39,11 @@ COPY_PER_FLOP = 0.1  # bytes
 WRITE_BYTES = 150e6  # a second, to an SD card or a slow disk
 HALF_GAIN = 2.0  # bf16 products against float32 ones, where the processor has instructions for them
 
-START_S = {"prepare": 0.6, "lean": 2.5, "transformers": 7.0, "eval": 1.0}  # until a stage begins to work
+START_S = {"prepare": 0.6, "lean": 2.8, "transformers": 8.0, "eval": 1.0}  # until a stage begins to work
 ROW_S = 0.0012  # a row to tokens
 PACK_VALUES = 1.5e8  # a second, to q8_0
 HASH_BYTES = 1.0e9  # a second
+LONG_WRITES = 0.6  # of the rate that a short trial finds: gigabytes fill what the disk holds back at first
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def of_this_machine(threads: int) -> Rates:
     cpu, count = device.cpu_name(), threads or device.cores()
     key, known = device.gemm_key(cpu, count), device.read_gemm_cache()
     moved = known.get(device.bytes_key(cpu, count), {})
-    write = moved.get("write", WRITE_BYTES / 1e9) * 1e9
+    write = LONG_WRITES * moved["write"] * 1e9 if "write" in moved else WRITE_BYTES
     if key in known and "fp32" in known[key]:
         fp32, bf16 = (known[key].get(name, 0.0) * 1e9 for name in ("fp32", "bf16"))
         return Rates(fp32, bf16, moved.get("copy", COPY_PER_FLOP * fp32 / 1e9) * 1e9, write, "measured by doctor")
@@ -119,11 +121,20 @@ class Clock:
         values = BLOCK_VALUES * (shape.width + shape.query // 2 + shape.ffn // 2)
         return 4 * values * tokens * blocks * ways / 3 / self.rates.copy
 
-    def _unpack(self, blocks: int, times: int, half: bool) -> float:
+    def _unpack(self, values: int, times: int, half: bool) -> float:
         if self.shape.dense:
             return 0.0
         each = WEIGHT_BYTES - (2 if half else 0) + (FETCH_BYTES if self.recipe.how.spare_memory else 0)
-        return times * blocks * self.shape.block_parameters * each / self.rates.copy
+        return times * values * (each / self.rates.copy + self.shape.unpack_flops / self.rates.fp32)
+
+    @cached_property
+    def _frozen(self) -> int:
+        """Values above the cut that are packed; a weight of which all channels are trained is not."""
+        values, scheme = (self.shape.depth - self.scheme.cut) * self.shape.block_parameters, self.scheme
+        if scheme.method == "sparse":
+            trained = [self.shape.linear(tensor) for (_, tensor), share in scheme.shares.items() if share >= 1]
+            values -= sum(rows * cols for rows, cols in trained)
+        return values
 
     def trunk(self, passes: Sequence[Pass]) -> float:
         """These passes up to the cut."""
@@ -133,7 +144,7 @@ class Clock:
         found = self._add("matrix products", self._products(flops, False))
         found += self._add("attention", self._attention(4.0 * shape.query * one.pairs * cut))
         found += self._add("norms and gates", self._between(one.tokens, cut, 1))
-        return found + self._add("unpacking weights", self._unpack(cut, count, False))
+        return found + self._add("unpacking weights", self._unpack(cut * shape.block_parameters, count, False))
 
     def top(self, passes: Sequence[Pass], back: bool) -> float:
         """These passes from the cut on."""
@@ -156,7 +167,7 @@ class Clock:
         again = 1.0 if recompute or frugal else 0.0
         found += self._add("attention", self._attention(attention * (1 + again + (ATTENTION_BACK if back else 0))))
         found += self._add("norms and gates", self._between(one.tokens, blocks, int(1 + again + (2 if back else 0))))
-        found += self._add("unpacking weights", self._unpack(blocks, count * int(1 + again + back), half))
+        found += self._add("unpacking weights", self._unpack(self._frozen, count * int(1 + again + back), half))
         pieces = sum(-(-each.targets * 4 * shape.vocabulary // LOGITS_BYTES) for each in passes)
         rows = shape.vocabulary * shape.width * pieces * (1 + back)  # the head is unpacked for every piece of logits
         found += self._add("unpacking weights", rows * WEIGHT_BYTES / self.rates.copy)

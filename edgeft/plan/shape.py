@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from edgeft.config import TENSORS
 from edgeft.evaluate.quick import SLOW
 from edgeft.model import ggml, is_gguf
-from edgeft.model.gguf import GGUF
+from edgeft.model.gguf import GGUF, TensorInfo
 from edgeft.model.header import LINEARS, header_values, plain_rotation
 from edgeft.sparse.scheme import channel_count
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from edgeft.sparse.scheme import Scheme
 
 STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 256}  # AdamW's moments of a trained number; 8bit: with scales
+# Work of unpacking a value by ggml, as operations of a float32 product in the same time; measured with AVX-512
+UNPACK_FLOPS = {"iq": 290.0, "q2_k": 100.0, "q3_k": 100.0, "q5_k": 100.0, "q6_k": 100.0, "": 27.0}
 KERNEL_TYPES = (2, 3, 8)  # q4_0, q4_1, q8_0: what the kernels unpack themselves; ggml does the others, to float32 alone
 
 
@@ -44,6 +46,7 @@ class Shape:
     embedding_bytes: int = 0
     head_bytes: int = 0  # 0: the head is the embedding
     kernel_types: bool = True  # the kernels unpack every linear themselves
+    unpack_flops: float = 0.0  # of a value that ggml unpacks, on average
     slow_types: bool = False  # llama.cpp multiplies some of them slowly, see evaluate/quick.py
     mapped: bool = False  # weights are read from a mapped GGUF file
     dense: bool = False  # frozen weights are unpacked to float32 when they are loaded
@@ -114,10 +117,20 @@ def _of_gguf(source: str, frozen: str) -> Shape:
         embedding_bytes=gguf.tensors["token_embd.weight"].nbytes,
         head_bytes=head.nbytes if head else 0,
         kernel_types=all(info.type in KERNEL_TYPES for block in linears for info in block),
+        unpack_flops=_unpack_flops([info for block in linears for info in block]),
         slow_types=any(ggml.type_name(info.type) in SLOW for block in linears for info in block),
         mapped=True,
         dense=frozen == "dense",
     )
+
+
+def _unpack_flops(linears: list[TensorInfo]) -> float:
+    work = 0.0
+    for info in linears:
+        name = ggml.type_name(info.type)
+        if info.type not in KERNEL_TYPES:
+            work += info.shape[0] * info.shape[1] * next(f for kind, f in UNPACK_FLOPS.items() if name.startswith(kind))
+    return work / sum(info.shape[0] * info.shape[1] for info in linears)
 
 
 def _of_folder(source: str, frozen: str) -> Shape:
