@@ -212,8 +212,8 @@ class HowConfig:
     )
     step_in_place: bool = knob(
         False,
-        "update a tensor as soon as its gradient is there, and free that; needs train.clip=0; where a gradient below "
-        "turns out to be no number, that update stays",
+        "update a tensor as soon as its gradient is there, and free it; clipped by the norm of the step before; where "
+        "a gradient below turns out to be no number, that update stays",
     )
     checkpoint_s: float = knob(
         120.0, "seconds between checkpoints; more where writing one takes over 2 % of that; 0 = every step", low=0.0

@@ -25,7 +25,7 @@ WAYS: dict[str, tuple[str, list[str]]] = {
     "all positions": ("3. head and last block where trained", ["how.supervised_only=false"]),
     "unused gradients": ("4. no gradient that nobody uses", ["how.prune=false"]),
     "half of the tokens": ("5. token share 0.5, off as shipped", ["train.token_share=0.5"]),
-    "step in place": ("6. update in place, off as shipped", ["how.step_in_place=true", "train.clip=0"]),
+    "step in place": ("6. update in place, off as shipped", ["how.step_in_place=true"]),
     "8-bit state": ("6. 8-bit optimiser state, off as shipped", ["how.optimizer_state=8bit"]),
     "fp32 products": ("7. bf16 products, where the processor has them", ["how.products=fp32"]),
     "plain torch": ("7. compiled kernels", ["how.compile=off"]),

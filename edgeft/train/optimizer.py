@@ -26,16 +26,12 @@ class Optimizer:
     """What does not depend on who computes: clipping, and when a tensor is updated."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, how: HowConfig) -> None:
-        if how.step_in_place and train.clip:
-            raise ConfigError(
-                "`how.step_in_place` updates a tensor before the norm of the whole gradient is known",
-                "turn clipping off with `--set train.clip=0`, or step_in_place",
-            )
         self.parameters, self.train, self.in_place = parameters, train, how.step_in_place
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.lr = train.lr
         self.kept: dict[str, dict[str, Any]] = {}  # by a parameter's name: tensors and numbers
-        self._squares = 0.0  # of the gradients seen so far in this step
+        self._squares, self._seen = 0.0, 0  # of the gradients seen so far in this step, and how many numbers they have
+        self.norm: float | None = None  # of the step before, where tensors are updated in place
         self._good = True  # the step's loss is a number
 
     def set_rate(self, lr: float) -> None:
@@ -44,7 +40,7 @@ class Optimizer:
     @contextmanager
     def last_pass(self, loss: float) -> Iterator[None]:
         """Around the backward pass that completes a step's gradients; `loss` is the whole step's."""
-        self._squares = 0.0
+        self._squares, self._seen = 0.0, 0
         self._good = math.isfinite(loss)
         if not self.in_place:
             yield
@@ -65,9 +61,20 @@ class Optimizer:
             return
         square = self._square(parameter.grad)
         self._squares += square
+        self._seen += parameter.numel()
         if self._good and math.isfinite(square):
-            self._update([self.names[parameter]], 1.0)  # type: ignore[index]
+            self._update([self.names[parameter]], self._factor(self._foreseen()))  # type: ignore[index]
         parameter.grad = parameter.spare_gradient = None  # type: ignore[attr-defined]
+
+    def _foreseen(self) -> float:
+        """The norm of the whole gradient, of which a part is there: the last step's, or in the first by what is."""
+        if self.norm is not None:
+            return self.norm
+        every = sum(p.numel() for p in self.parameters.values() if p.requires_grad)
+        return math.sqrt(self._squares * every / self._seen)
+
+    def _factor(self, norm: float) -> float:
+        return min(1.0, self.train.clip / (norm + 1e-6)) if self.train.clip else 1.0
 
     def step(self) -> float:
         """The gradient's norm, before it was clipped; gradients are gone after it.
@@ -75,11 +82,13 @@ class Optimizer:
         Where loss or norm is no finite number, nothing is updated (in place: no tensor whose own gradient is none).
         """
         if self.in_place:
-            return math.sqrt(self._squares)
+            norm = math.sqrt(self._squares)
+            self.norm = norm if self._good and math.isfinite(norm) else self.norm
+            return norm
         there = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         norm = math.sqrt(sum(map(self._square, there.values())))
         if self._good and math.isfinite(norm):
-            self._update(there, min(1.0, self.train.clip / (norm + 1e-6)) if self.train.clip else 1.0)
+            self._update(there, self._factor(norm))
         self.clear()
         return norm
 
@@ -87,6 +96,7 @@ class Optimizer:
         """As if no step had been taken."""
         self.clear()
         self.kept.clear()
+        self.norm = None
 
     def keep(self, names: set[str]) -> None:
         """Forgets what it remembers of all others."""
@@ -109,7 +119,7 @@ class Optimizer:
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """Tensors and plain numbers, by `adamw.PART.TENSOR`."""
         tensors: dict[str, torch.Tensor] = {}
-        numbers: dict[str, float] = {}
+        numbers: dict[str, float] = {} if self.norm is None else {"norm": self.norm}
         for name, parts in self.kept.items():
             for part, value in parts.items():
                 if isinstance(value, torch.Tensor):
@@ -119,6 +129,7 @@ class Optimizer:
         return tensors, numbers
 
     def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
+        self.norm = numbers.get("norm")
         for key, value in [*tensors.items(), *numbers.items()]:
             if key.startswith("adamw."):
                 _, part, name = key.split(".", 2)
