@@ -94,8 +94,10 @@ class Packed:
         return out
 
     def copy(self) -> torch.Tensor:
-        """A dense matrix of its own, for a tensor that will be trained."""
-        return self._unpack(self.stored(), torch.empty(self.rows, self.cols))
+        """A dense matrix of its own, for a tensor that will be trained; nobody reads the packed one any more."""
+        out = self._unpack(self.stored(), torch.empty(self.rows, self.cols))
+        let_go(self.data)
+        return out
 
     def permuted(self, order: np.ndarray) -> Packed:
         """The same matrix with its rows in another order."""

@@ -127,15 +127,16 @@ def _weights(shape: Shape, scheme: Scheme, how: HowConfig, load: Load, running: 
     """Frozen weights in memory while these blocks run: as stored, and of `dense` ones float32 copies besides."""
     if not shape.mapped:
         return shape.file_bytes
-    if shape.dense:  # every linear was read once, and nobody lets go of its pages
+    if shape.dense:
         whole = [t for b in scheme.blocks for t in TENSORS if scheme.share(b, t) >= 1 and scheme.method == "sparse"]
         replaced = sum(rows * cols for rows, cols in map(shape.linear, whole))  # by the trained weights
         dense = 4 * (shape.depth * shape.block_parameters - replaced)
-        return dense + (0 if how.spare_memory else sum(map(sum, shape.blocks))) + _tables(shape, load, how)
+        return dense + _tables(shape, load, how)
     if how.spare_memory:
         return _largest_packed(shape) + _tables(shape, load, how)
     touched = {(block, tensor) for block in running for tensor in TENSORS}
-    touched |= {(b, t) for b in scheme.blocks for t in TENSORS if scheme.share(b, t)}  # read when they were unpacked
+    if scheme.method in ("sparse", "qas"):  # what is trained as a whole was read once, and its pages let go
+        touched -= {(b, t) for b in scheme.blocks for t in TENSORS if scheme.share(b, t) >= 1}
     return sum(shape.packed_bytes(b, t) for b, t in touched) + _tables(shape, load, how)
 
 
