@@ -251,9 +251,11 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     if max(int(r.ids.max()) for r in rows + heldout) >= shape.vocabulary:
         raise RunError(f"{run.tokens} holds tokens that the model does not have", "delete it: it is made anew")
     planned = schemes.make(run.recipe.update, shape.depth, GGUF.open(source).arch if is_gguf(source) else "llama")
-    if budget_bytes and run.recipe.how.products == "auto":  # bf16 ones may have been planned without
-        before = run.read_json(run.plan) or {}
+    before = (run.read_json(run.plan) or {}) if budget_bytes else {}
+    if run.recipe.how.products == "auto":  # bf16 ones may have been planned without
         run.recipe.how.products = (before.get("how") or {}).get("products", "auto")
+    if run.recipe.how.compile == "auto" and before.get("compiled_to_fit"):
+        run.recipe.how.compile = "on"
     engine = choose_engine(run, shape, planned, rows, progress)
     run.recipe.how.compile = "on" if engine.kernels else "off"  # what `auto` came to: the plan depends on it
     run.recipe.how.products = "bf16" if engine.half else "fp32"

@@ -174,6 +174,23 @@ def test_each_way_needs_less(model: Path) -> None:
     assert train(products="fp32")["libraries"] < stages["train"]["libraries"]
 
 
+def test_kernels_are_compiled_to_fit_where_time_alone_is_no_reason(model: Path) -> None:
+    recipe = config.apply_sets(config.load_recipe("sparse-bp"), ["train.steps=1"])
+    shape, load_ = shape_of(str(model), "auto"), Load([row(64, 8)], [row(64, 8, 1)], recipe)
+    bare = dataclasses.replace(MACHINE, built=False)
+    short = Job(recipe, shape, load_, bare)
+    assert not short.engine.kernels
+    chosen, found = fit.make(short, 64 << 30)
+    assert not chosen.engine.kernels
+    assert not found["compiled_to_fit"]
+    chosen, found = fit.make(short, 900 << 20)  # in plain torch it needs more than 1 GiB
+    assert chosen.engine.kernels
+    assert found["compiled_to_fit"]
+    assert found["how"]["compile"] == "on"
+    with pytest.raises(DoesNotFitError):
+        fit.make(Job(recipe, shape, load_, dataclasses.replace(bare, compiler=False)), 900 << 20)
+
+
 def test_bf16_products_are_left_out_only_where_nobody_asked_for_them(model: Path) -> None:
     asked = job(model, "bias-norm", "how.products=auto")
     assert asked.recipe.how.products == "bf16"  # what `auto` comes to here

@@ -71,6 +71,8 @@ class Job:
         self.scheme: Scheme = schemes.make(recipe.update, shape.depth, shape.arch)
         self.engine = engine or self._engine()
         self.free_products = engine is None and recipe.how.products == "auto"
+        free = engine is None and recipe.how.compile == "auto" and not self.engine.kernels
+        self.asked = recipe if free and machine.compiler and self._able() else None  # kernels are worth it only to fit
         # what `auto` comes to: the plan is for this
         compile_, products = "on" if self.engine.kernels else "off", "bf16" if self.engine.half else "fp32"
         self.recipe = dataclasses.replace(
@@ -81,7 +83,7 @@ class Job:
     def _engine(self) -> Engine:
         """As train/engine.py will choose."""
         how, machine, load = self.recipe.how, self.machine, self.load
-        able = self.shape.head % LANES == 0 and self.shape.gate == "silu"
+        able = self._able()
         kernels = how.compile == "on" or self.recipe.train.token_share < 1
         if how.compile == "auto" and not kernels:
             steps = load.passes(how.micro_batch_tokens)
@@ -91,6 +93,16 @@ class Job:
             kernels = able and (machine.built or (machine.compiler and worth))
         half = how.products == "bf16" or (how.products == "auto" and kernels and machine.bf16)
         return Engine(kernels, half, machine.threads)
+
+    def _able(self) -> bool:
+        """Can the kernels run this model?"""
+        return self.shape.head % LANES == 0 and self.shape.gate == "silu"
+
+    def with_kernels(self) -> Job:
+        """Compiled although the run is too short to gain time by it: they need less memory than plain torch."""
+        assert self.asked is not None
+        how = dataclasses.replace(self.asked.how, compile="on")
+        return Job(dataclasses.replace(self.asked, how=how), self.shape, self.load, self.machine)
 
     def with_how(self, how: HowConfig) -> Job:
         found = copy.copy(self)
@@ -313,6 +325,10 @@ def proposals(job: Job, budget_bytes: int) -> list[str]:
 def make(job: Job, budget_bytes: int, fit: bool = False) -> tuple[Job, dict[str, Any]]:
     """(the run as it is done, the plan as plan.json holds it); DoesNotFitError if it cannot be done."""
     chosen = choose(job, budget_bytes)
+    to_fit = chosen is None and job.asked is not None
+    if to_fit:
+        job = job.with_kernels()
+        chosen = choose(job, budget_bytes)
     changed: list[str] = []
     if chosen is None and fit:
         for change in smaller(job):
@@ -323,7 +339,7 @@ def make(job: Job, budget_bytes: int, fit: bool = False) -> tuple[Job, dict[str,
                 break
     if chosen is None:
         raise _refusal(job, budget_bytes, fit)
-    return chosen, _told(job, chosen, budget_bytes, changed)
+    return chosen, {**_told(job, chosen, budget_bytes, changed), "compiled_to_fit": to_fit}
 
 
 def _refusal(job: Job, budget_bytes: int, fit: bool) -> DoesNotFitError:
