@@ -55,7 +55,7 @@ class Screen(Progress):
     def left(self, seconds: float) -> None:
         from edgeft.report.words import duration
 
-        self.all_left = f" · {duration(seconds)} left in all"
+        self.all_left = f", {duration(seconds)} with the stages to come"
 
     def plan(self, plan: dict[str, Any]) -> None:
         from edgeft.plan.show import print_plan
@@ -63,14 +63,16 @@ class Screen(Progress):
         print_plan(self.console, plan)
 
     def advance(self, amount: float, note: str = "") -> None:
+        from edgeft.report.words import duration
+
         self.done += amount
-        note += self.all_left
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], advance=amount, note=note)
+            self.bar.update(self.bar.task_ids[0], advance=amount, note=note + self.all_left)
         elif amount and self.clock() - self.said >= PLAIN_EVERY_S:
             self.said = self.clock()
             left = (self.said - self.began) / max(self.done, 1e-9) * (self.total - self.done)
-            self.console.print(f"{self.name} {self.done:g}/{self.total:g} · {note} · {left:.0f} s left", soft_wrap=True)
+            told = f"{note} · {duration(left)} left{self.all_left}"
+            self.console.print(f"{self.name} {self.done:g}/{self.total:g} · {told}", soft_wrap=True)
 
     def line(self, text: str) -> None:
         target = self.bar.console if self.bar is not None else self.console

@@ -442,9 +442,9 @@ def test_the_time_left_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch, capsys
     now[0] += 20
     screen.advance(2)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].endswith("80 s left")
+    assert shown[0].endswith("· 1 min 20 s left")
     assert shown[1:3] == ["pausing: too hot", "after 3600 s: going on"]
-    assert shown[3].endswith("60 s left")
+    assert shown[3].endswith("· 1 min 0 s left")
 
 
 # ---------------------------------------------------------------- real runs

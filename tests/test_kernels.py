@@ -93,6 +93,20 @@ def test_norm_and_gate(size: tuple[int, int]) -> None:
     assert near(up, u.grad) < 1e-6
 
 
+@pytest.mark.parametrize("size", [(1, 16), (37, 40), (130, 1536), (67, 5)])
+def test_sums_of_bf16_and_float32_are_torchs(size: tuple[int, int]) -> None:
+    library = kernels.load()
+    torch.manual_seed(3)
+    x, total, bias = torch.randn(size).bfloat16(), torch.randn(size), torch.randn(size[1])
+    want = total + x.float()
+    library.add(total, x)
+    assert torch.equal(total, want)
+    assert near(library.sum_rows(x), x.double().sum(0)) < 1e-6
+    want = (x.float() + bias).bfloat16()
+    library.add_bias(x, bias)
+    assert torch.equal(x, want)
+
+
 def test_exponentials_far_out_are_finite() -> None:
     library = kernels.load()
     gate = torch.tensor([[-200.0, -90.0, -1e-8, 0.0, 90.0, 200.0] * 8])

@@ -175,7 +175,10 @@ def _kept(
 def _forward(layer: Layer, x: Tensor, way: Way) -> tuple[Tensor, Tensor | None]:
     """(y, x Aᵀ of an adapter); x and what comes out are operands."""
     out, mid = way.product(x, _weight(layer, way).T), None
-    if layer.bias is not None:
+    if layer.bias is not None and way.half:
+        assert way.kernels is not None
+        way.kernels.add_bias(out, layer.bias)
+    elif layer.bias is not None:
         out += layer.bias
     if layer.down is not None and layer.up is not None:
         mid = way.product(x, _small(layer.down, way).T)  # (T, r)
@@ -207,15 +210,15 @@ def _backward(
         dy.T @ x
     if flags[0]:
         assert x is not None
-        _add_gradient(layer.base.weight, dy, x)
+        _add_gradient(layer.base.weight, dy, x, way)
     if flags[1]:
-        grads[1] = dy.sum(0, dtype=torch.float32)
+        grads[1] = way.kernels.sum_rows(dy) if way.half and way.kernels else dy.sum(0)
     if part is None and x is not None and _reads_part(flags):
         part = layer.reads(x, way)
     if flags[4]:
         assert layer.part is not None
         assert part is not None
-        _add_gradient(layer.part, dy, part)
+        _add_gradient(layer.part, dy, part, way)
     if flags[3]:
         assert part is not None
         grads[3] = (dy.T @ part).float().mul_(layer.scale)
@@ -233,10 +236,14 @@ def _add(sum_: Tensor | None, x: Tensor, y: Tensor, way: Way, rows: int) -> Tens
     """x y in float32, added to what is there."""
     if sum_ is None:
         return _full(way.product(x, y), rows)
-    return sum_.add_(way.product(x, y)[:rows]) if way.half else sum_.addmm_(x, y)
+    if not way.half:
+        return sum_.addmm_(x, y)
+    assert way.kernels is not None
+    way.kernels.add(sum_, way.product(x, y)[:rows])
+    return sum_
 
 
-def _add_gradient(parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+def _add_gradient(parameter: nn.Parameter, dy: Tensor, x: Tensor, way: Way) -> None:
     """dyᵀ x of two operands."""
     if parameter.grad is None:
         # the buffer of the step before, unless the optimiser wants none between steps: fresh pages take time
@@ -244,14 +251,15 @@ def _add_gradient(parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
         if spare is None:
             spare = torch.empty(parameter.shape)
         parameter.grad = parameter.spare_gradient = spare  # type: ignore[attr-defined]
-        if x.dtype == torch.float32:
-            torch.mm(dy.T, x, out=spare)
-        else:
+        if way.half:
             spare.copy_(_half_product(dy.T, x))
-    elif x.dtype == torch.float32:
-        parameter.grad.addmm_(dy.T, x)
+        else:
+            torch.mm(dy.T, x, out=spare)
+    elif way.half:
+        assert way.kernels is not None
+        way.kernels.add(parameter.grad, _half_product(dy.T, x))
     else:
-        parameter.grad += _half_product(dy.T, x)
+        parameter.grad.addmm_(dy.T, x)
     ready = getattr(parameter, "gradient_ready", None)  # autograd's own hooks do not see what is added here
     if ready is not None:
         ready(parameter)
@@ -308,40 +316,50 @@ def linears(x: Tensor, modules: tuple[nn.Module, ...], way: Way, shared: bool = 
 
 
 class _Norm(torch.autograd.Function):
-    """(x, more) → (x + more, weight · (x + more) / rms); without `more` only the second."""
+    """(x, more) → (x + more, weight · (x + more) / rms): both gradients are added in one pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, kernels: Kernels) -> Any:
         total, y, scale = kernels.norm(x, more, weight.detach(), eps)
         ctx.save_for_backward(total, scale, weight)
-        ctx.kernels, ctx.alone = kernels, more is None
+        ctx.kernels = kernels
         ctx.set_materialize_grads(False)
-        return y if more is None else (total, y)
+        return total, y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        total, scale, weight = ctx.saved_tensors
-        other, dy = (None, grads[0]) if ctx.alone else grads
+        other, dy = grads
         dx = dw = None
         if dy is None:
             dx = other
         else:
-            dy = dy.contiguous()
-            if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-                other = None if other is None else other.contiguous()
-                dx = ctx.kernels.norm_back(total, scale, weight.detach(), dy, other)
-            if ctx.needs_input_grad[2]:
-                dw = (dy * total * scale[:, None]).sum(0)
+            wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+            total, scale, weight = ctx.saved_tensors
+            dx, dw = _norm_back(total, scale, weight, dy.contiguous(), other, ctx.kernels, wanted)
         return dx, dx if ctx.needs_input_grad[1] else None, dw, None, None
+
+
+def _norm_back(
+    total: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    dy: Tensor,
+    other: Tensor | None,
+    kernels: Kernels,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of what is normed, with that of the residual stream beside it, and of the weight."""
+    dx = dw = None
+    if wanted[1]:
+        dw = scale @ torch.mul(dy, total, out=pool.like(dy))
+    if wanted[0]:
+        dx = kernels.norm_back(total, scale, weight.detach(), dy, None if other is None else other.contiguous())
+    return dx, dw
 
 
 def add_norm(stream: Pending, module: Any, kernels: Kernels) -> tuple[Tensor, Tensor]:
     """(the residual stream with what was pending, its norm)."""
-    x, more = stream
-    eps = float(module.variance_epsilon)
-    if more is None:
-        return x, _Norm.apply(x, None, module.weight, eps, kernels)
-    total, y = _Norm.apply(x, more, module.weight, eps, kernels)
+    total, y = _Norm.apply(*stream, module.weight, float(module.variance_epsilon), kernels)
     return total, y
 
 
@@ -411,10 +429,7 @@ class _FeedForward(torch.autograd.Function):
         rows, flags, down = len(grads[0]), ctx.flags, ctx.layers[2]
         dy = way.operand(grads[0].contiguous())
         # what down reads is there only after its input's gradient is known
-        dact = way.product(dy, _weight(down, way))
-        if down.down is not None and down.up is not None:
-            dmid = way.product(dy, _small(down.up, way))
-            dact.addmm_(dmid, _small(down.down, way), alpha=down.scale)
+        dact = _input_gradient(down, dy, way)
         act = pool.like(gate) if _reads_all(flags[2], way) or flags[2][4] else None
         assert way.kernels is not None
         way.kernels.swiglu_back(gate, up, dact, act)
@@ -427,6 +442,56 @@ class _FeedForward(torch.autograd.Function):
             dx, more = _backward(layer, flag, d, x, part, way, rows, ctx.needs_input_grad[0], dx)
             found += more
         return dx, None, None, *found, *last
+
+
+def _input_gradient(layer: Layer, dy: Tensor, way: Way) -> Tensor:
+    """As an operand."""
+    found = way.product(dy, _weight(layer, way))
+    if layer.down is not None and layer.up is not None:
+        found.addmm_(way.product(dy, _small(layer.up, way)), _small(layer.down, way), alpha=layer.scale)
+    return found
+
+
+class _FrugalFeedForward(torch.autograd.Function):
+    """x (T, I) → x, and down(silu(gate h) · up h) of its norm h, where no weight is trained: x alone is kept, and what
+    the gradient of down's branch reads. All but down is computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, layers: tuple[Layer, ...], way: Way, *trained: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert way.kernels is not None
+        ctx.rest = layers, way, eps, _flags(trained)
+        given = way.operand(way.kernels.norm(x, None, weight.detach(), eps)[1])
+        gate, up = (_forward(layer, given, way)[0] for layer in layers[:2])
+        way.kernels.swiglu(gate, up, gate)
+        out, mid = _forward(layers[2], gate, way)
+        ctx.save_for_backward(x, weight, mid if _flags(trained)[2][3] else None)
+        return x, _full(out, len(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, mid = ctx.saved_tensors
+        layers, way, eps, flags = ctx.rest
+        other, gradient = grads
+        dy = way.operand(gradient.contiguous())
+        dact = _input_gradient(layers[2], dy, way)
+        _, last = _backward(layers[2], flags[2], dy, None, mid, way, len(x), False, None)
+        del dy
+        _, h, scale = way.kernels.norm(x, None, weight.detach(), eps)
+        given = way.operand(h)
+        (gate, gate_mid), (up, up_mid) = (_forward(layer, given, way) for layer in layers[:2])
+        way.kernels.swiglu_back(gate, up, dact, None)
+        del dact, given, h
+        dh, found = None, []
+        for layer, flag, d, part in zip(layers, flags, (gate, up), (gate_mid, up_mid), strict=False):
+            # gate and up are their gradients now
+            dh, more = _backward(layer, flag, d, None, part, way, len(x), True, dh)
+            found += more
+        del gate, up, d
+        assert dh is not None
+        dx, dw = _norm_back(x, scale, weight, dh, other, way.kernels, ctx.needs_input_grad[:2])
+        return dx, dw, None, None, None, *found, *last
 
 
 class _Gate(torch.autograd.Function):
@@ -483,25 +548,22 @@ class Runner:
     def frugal_block(self, block: Any, stream: Pending) -> Pending:
         """As `block`, keeping the residual stream before each half and no more. Going back, what lies between is
         computed again, but for o and down, which need nothing of it where their weights are not trained."""
+        layers = as_layers((block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj))
+        if layers is None:
+            return recomputed(partial(self.block, block), stream)  # type: ignore[no-any-return]
         x = stream[0] if stream[1] is None else _Sum.apply(*stream)
-        mixed, _ = recomputed(partial(self._mixed, block), (x, None))
+        x, mixed = recomputed(partial(self._mixed, block), (x, None))
         (out,) = linears(mixed, (block.self_attn.o_proj,), self.way)
-        x = _Sum.apply(x, out)
-        act, _ = recomputed(partial(self._activated, block), (x, None))
-        (out,) = linears(act, (block.mlp.down_proj,), self.way)
+        x, norm = _Sum.apply(x, out), block.post_attention_layernorm
+        eps = float(norm.variance_epsilon)
+        x, out = _FrugalFeedForward.apply(x, norm.weight, eps, layers, self.way, *_trained(layers))
         return x, out
 
     def _mixed(self, block: Any, stream: Pending) -> Pending:
-        """What o reads."""
-        _, h = add_norm(stream, block.input_layernorm, self.kernels)
+        """The stream, and what o reads."""
+        x, h = add_norm(stream, block.input_layernorm, self.kernels)
         angles = (self.cos, self.sin, self.cos, self.sin)
-        return _Attend.apply(*self._qkv(block, h), angles, self.plan, self.shape, self.kernels), None
-
-    def _activated(self, block: Any, stream: Pending) -> Pending:
-        """What down reads."""
-        _, h = add_norm(stream, block.post_attention_layernorm, self.kernels)
-        gate, up = linears(h, (block.mlp.gate_proj, block.mlp.up_proj), self.way)
-        return _Gate.apply(gate, up, self.kernels), None
+        return x, _Attend.apply(*self._qkv(block, h), angles, self.plan, self.shape, self.kernels)
 
     def last_block(self, block: Any, stream: Pending, asked: np.ndarray) -> Pending:
         """The last block, of which only the tokens `asked` are wanted: the others give keys and values alone."""

@@ -435,6 +435,47 @@ void swiglu_back_half(bf16 *gate, bf16 *up, const bf16 *dact, bf16 *act, long co
 
 // ------------------------------------------------------------------------------------------------- packed weights
 
+// ---------------------------------------------------------------- between bf16 products and what is float32
+
+extern "C" {
+// sum += x
+void add_half(float *sum, const bf16 *x, long count, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long strip = 0; strip < count; strip += STRIP) {
+        long stop = std::min(strip + STRIP, count), i = strip;
+        for (; i + VL <= stop; i += VL) store(sum + i, load(sum + i) + load(x + i));
+        for (; i < stop; i++) sum[i] += value(x[i]);
+    }
+}
+
+// x (rows, width) += bias (width)
+void add_bias_half(bf16 *x, const float *bias, long rows, long width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long r = 0; r < rows; r++) {
+        bf16 *row = x + r * width;
+        long i = 0;
+        for (; i + VL <= width; i += VL) store(row + i, load(row + i) + load(bias + i));
+        for (; i < width; i++) put(row + i, value(row[i]) + bias[i]);
+    }
+}
+
+// out (width) = sums over the rows of x (rows, width)
+void sum_rows_half(const bf16 *x, float *out, long rows, long width, int threads) {
+    const long block = 4 * VL;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long start = 0; start < width; start += block) {
+        const long stop = std::min(start + block, width);
+        for (long i = start; i < stop; i++) out[i] = 0;
+        for (long r = 0; r < rows; r++) {
+            const bf16 *row = x + r * width;
+            long i = start;
+            for (; i + VL <= stop; i += VL) store(out + i, load(out + i) + load(row + i));
+            for (; i < stop; i++) out[i] += value(row[i]);
+        }
+    }
+}
+}
+
 // ggml's half precision, exactly
 static inline float half(const uint8_t *p) {
     uint16_t h;

@@ -175,6 +175,23 @@ class Kernels:
         tensors = (_at(t, gate.dtype) for t in (gate, up, dact, act))
         function(*tensors, ctypes.c_long(gate.numel()), torch.get_num_threads())
 
+    def add(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """total (rows, width), float32, plus as many rows of x, bf16, in place."""
+        count = ctypes.c_long(total.numel())
+        self.library.add_half(_at(total), _at(x, torch.bfloat16), count, torch.get_num_threads())
+
+    def add_bias(self, x: torch.Tensor, bias: torch.Tensor) -> None:
+        """x (rows, width), bf16, plus bias (width,), float32, in place."""
+        shape = (ctypes.c_long(len(x)), ctypes.c_long(x.shape[1]))
+        self.library.add_bias_half(_at(x, torch.bfloat16), _at(bias), *shape, torch.get_num_threads())
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, width), bf16 → (width,), float32."""
+        out = torch.empty(x.shape[1])
+        shape = (ctypes.c_long(len(x)), ctypes.c_long(x.shape[1]))
+        self.library.sum_rows_half(_at(x, torch.bfloat16), _at(out), *shape, torch.get_num_threads())
+        return out
+
     def unpacks(self, type_id: int) -> bool:
         """Has it code of its own for this type of packed weights? ggml's own is several times slower."""
         return type_id in UNPACKED

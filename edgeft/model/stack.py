@@ -126,7 +126,7 @@ class Stack:
                 runner = Runner(*self._running(batch.positions, batch.tree, self.half))
                 stream: Pending = (hidden, None)
                 for block in self.layers[cut:-1]:
-                    frugal = self.frugal and not self.recompute and _goes_back(block, (stream,))
+                    frugal = self.frugal and self.prune and not self.recompute and _goes_back(block, (stream,))
                     stream = self._through(runner.frugal_block if frugal else runner.block, block, stream)
                 stream = runner.last_block(self.layers[-1], stream, asked.numpy())
             else:

@@ -202,11 +202,10 @@ class _Top:
         pool.free(o_given, mixed)
         second = self.full(rows, shape.width)
         pool.free(out)
-        act = self.activated(rows)[-1]
-        given = self.operand(act, rows, shape.ffn)
-        kept += self.keeps(block, ("down",), given, rows, shape.ffn) if self.scheme.share(block, "down") else []
+        gates = self.gates(rows)
+        kept += self.keeps(block, ("down",), gates[0], rows, shape.ffn) if self.scheme.share(block, "down") else []
         added = self.product(rows, shape.width)
-        pool.free(given, act, more)
+        pool.free(*gates, more)
         return _Saved(rows, rows, norms=[total, second], ffn_inputs=kept), (second, added)
 
     def mixed(self, rows: int, keep: bool = False) -> list[Buffer]:
@@ -219,13 +218,14 @@ class _Top:
         self.pool.free(given, h, *([] if keep else found[:-1]))
         return found
 
-    def activated(self, rows: int, keep: bool = False) -> list[Buffer]:
-        """Up to what down reads."""
+    def gates(self, rows: int) -> list[Buffer]:
+        """Gate and up."""
         shape = self.shape
         h = self.full(rows, shape.width)
         given = self.operand(h, rows, shape.width)
-        found = [*self.products((rows, shape.ffn), (rows, shape.ffn)), self.full(rows, shape.ffn)]
-        self.pool.free(given, h, *([] if keep else found[:-1]))
+        count = padded(rows) if self.half else rows
+        found = [self.pool.take(count, self.each * shape.ffn) for _ in range(2)]
+        self.pool.free(given, h)
         return found
 
     def frugal_backward(self, block: int, saved: _Saved, grad: Buffer) -> Buffer | None:
@@ -243,11 +243,18 @@ class _Top:
                 pool.free(dy, buffer)
             return found
 
-        dact = back([(None, shape.width)], shape.ffn)
-        made = self.activated(rows, keep=True)
-        dh = back([(None, shape.ffn), (None, shape.ffn)], shape.width)  # of copies of gate and up
+        count = padded(rows) if self.half else rows
+        dy = pool.take(count, 2 * shape.width) if self.half else None
+        dact = pool.take(count, self.each * shape.ffn)
+        pool.free(dy)
+        made = self.gates(rows)
+        pool.free(dact)
+        dnormed = self.product(rows, shape.width)
+        if self.half:  # up's part is made before it is added
+            pool.free(pool.take(count, 2 * shape.width))
+        pool.free(*made)
         dx = self.full(rows, shape.width)
-        pool.free(dact, dh, dx, *made, saved.norms[1], *saved.ffn_inputs)
+        pool.free(dnormed, dx, saved.norms[1], *saved.ffn_inputs)
         dmixed = back([(None, shape.width)], shape.query)
         made = self.mixed(rows, keep=True)
         dq = self.full(rows, shape.query)
@@ -303,7 +310,6 @@ def top_bytes(
     heads = shape.query // shape.head
     blocks = shape.depth - scheme.cut
     sums = 4 * tokens * (heads + 2) * (2 if recompute or top.frugal else blocks)  # of softmax, and each norm's scale
-    sums += 2 * 4 * shape.ffn * tokens if top.frugal else 0  # copies of gate and up
     # the last block's rows that ask, and the gradients of all rows made from theirs
     picked = 2 * 4 * shape.width * (tokens + asked)
     return top.pool.bytes, sums + picked

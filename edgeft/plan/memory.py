@@ -35,7 +35,8 @@ LEAN_BYTES = 265 * MIB  # with torch, its matrix library's own buffers, and the 
 TRANSFORMERS_BYTES = 480 * MIB  # with transformers and PEFT besides
 LLAMA_BYTES = 30 * MIB  # llama.cpp while it runs a model
 HALF_BYTES = 25 * MIB  # code that the library makes for bf16 products,
-SIZE_BYTES = 18 * MIB  # and keeps for every size of a pass, see block.padded
+SIZE_BYTES = 18 * MIB  # and keeps for every size of a pass, see block.padded;
+SHARE_BYTES = 0.6 * MIB  # and for every further share of a tensor's channels that some block has
 
 FAULT_BYTES = 64 << 10  # mapped around a page that is touched, where the system's cache has it
 CACHED_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # the trunk cache, a value of a state
@@ -101,7 +102,10 @@ def peak(terms: dict[str, int]) -> int:
 def libraries(shape: Shape, scheme: Scheme, engine: Engine, sizes: int = 0) -> int:
     """sizes: of passes with bf16 products."""
     lean = engine.kernels and scheme.method != "lora" and shape.lean
-    return (LEAN_BYTES if lean else TRANSFORMERS_BYTES) + (HALF_BYTES + SIZE_BYTES * sizes if sizes else 0)
+    shares = {(tensor, share) for (_, tensor), share in scheme.shares.items()}
+    further = len(shares) - len({tensor for tensor, _ in shares})
+    half = HALF_BYTES + (SIZE_BYTES + int(SHARE_BYTES * further)) * sizes if sizes else 0
+    return (LEAN_BYTES if lean else TRANSFORMERS_BYTES) + half
 
 
 def _data(load: Load, texts: bool) -> int:
