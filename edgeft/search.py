@@ -151,10 +151,6 @@ class Posed:
     problem: Problem
     numbers: dict[str, Any]  # of how it came about
 
-    def every(self) -> float:
-        """What training everything would bring."""
-        return float(self.problem.gain[:, :, -1].sum() + self.problem.small_gain.sum())
-
 
 def pose(
     recipe: Recipe,
@@ -227,7 +223,7 @@ def find(posed: Posed, seed: int, compare: bool = True) -> dict[str, Any]:
     found, compared = _evolve(posed, seed, compare)
     how, entries = posed.costs.ways[found.way], parts(found.level, found.biased, posed.arch)
     chosen = schemes.make(UpdateConfig(parts=entries), posed.problem.depth, posed.arch)
-    need, every = posed.costs.of(chosen, how, posed.budget.memory_bytes), posed.every()
+    need, every = posed.costs.of(chosen, how, posed.budget.memory_bytes), posed.problem.every()
     asked = posed.costs.ways[0]
     changed = {name: getattr(how, name) for name in WAYS if getattr(how, name) != getattr(asked, name)}
     return {
@@ -469,8 +465,7 @@ def _values(
 ) -> tuple[Floats, Floats]:
     """(gain (depth, tensors, shares), gain of biases and norms (depth,)): measured where it was, else calibrated.
 
-    Their sum is far more than a loss has to give, since many tensors can learn the same. What comes of it in truth is
-    some function of the sum that rises ever more slowly, and whatever that is, the same scheme has the most of it.
+    Their sum is far more than a loss has to give, since many tensors can learn the same; see evolve.POWER.
     """
     weights = calibration(lr * first.weights)
     small = lr * (first.biases.sum(1) + first.norms)

@@ -31,7 +31,7 @@ def main() -> None:
     assert asked is not None
     _, train, heldout, _ = pipeline.encode(asked.recipe)
     posed = search.pose(asked.recipe, train, heldout, asked.budget, asked.seed, Progress())
-    problem, every = posed.problem, posed.every()
+    problem, every = posed.problem, posed.problem.every()
     start = evolve.greedy(problem)
     greedy = float(evolve.score(problem, start)[0][0])
     rows = []
