@@ -53,6 +53,11 @@ class Layer:
         ]
 
     @property
+    def lite(self) -> bool:
+        """A is fixed: B A can be added to the weight, and is less work there than beside it."""
+        return self.down is not None and not self.down.requires_grad
+
+    @property
     def width(self) -> int:
         """Numbers per token that the gradient of a part, or of B, reads."""
         if self.columns is not None:
@@ -133,6 +138,12 @@ def _weight(layer: Layer, way: Way) -> Tensor:
     if layer.part is not None and layer.columns is not None:
         # in the buffer that the next weight overwrites, or in the base's own: nobody else reads these columns of it
         found.scatter_(1, layer.columns.expand(len(found), -1), layer.part.to(found.dtype))
+    if layer.lite:
+        assert layer.up is not None
+        assert layer.down is not None
+        own = way.half or isinstance(base, PackedLinear)  # a buffer that may be written to
+        branch = _small(layer.up.detach(), way), _small(layer.down, way)
+        found = torch.addmm(found, *branch, alpha=layer.scale, out=found if own else None)
     return found
 
 
@@ -180,7 +191,7 @@ def _forward(layer: Layer, x: Tensor, way: Way) -> tuple[Tensor, Tensor | None]:
         way.kernels.add_bias(out, layer.bias)
     elif layer.bias is not None:
         out += layer.bias
-    if layer.down is not None and layer.up is not None:
+    if layer.down is not None and layer.up is not None and not layer.lite:
         mid = way.product(x, _small(layer.down, way).T)  # (T, r)
         out.addmm_(mid, _small(layer.up, way).T, alpha=layer.scale)
     return out, mid
@@ -222,7 +233,7 @@ def _backward(
     if flags[3]:
         assert part is not None
         grads[3] = (dy.T @ part).float().mul_(layer.scale)
-    if layer.down is not None and layer.up is not None and (flags[2] or wanted):
+    if layer.down is not None and layer.up is not None and not layer.lite and (flags[2] or wanted):
         dmid = way.product(dy, _small(layer.up, way)).mul_(layer.scale)  # (T, r)
         if flags[2]:
             assert x is not None
@@ -285,7 +296,7 @@ class _Linears(torch.autograd.Function):
         outs, mids = zip(*(_forward(layer, given, way) for layer in layers), strict=True)
         if shared and given is x and any(_reads_part(flag) for flag in ctx.flags):
             ctx.save_for_backward(x, *(None for _ in layers))
-        else:
+        elif any(ctx.needs_input_grad):
             ctx.save_for_backward(*_kept(layers, ctx.flags, given, mids, way))
         ctx.set_materialize_grads(False)
         return tuple(_full(out, len(x)) for out in outs)
@@ -419,7 +430,7 @@ class _FeedForward(torch.autograd.Function):
         out, mid = _forward(layers[2], act, way)
         if keep:
             kept = _kept(layers[:2], ctx.flags[:2], given, (gate_mid, up_mid), way)
-            ctx.save_for_backward(*kept, mid if ctx.flags[2][3] else None, gate, up)
+            ctx.save_for_backward(*kept, _branch(layers[2], ctx.flags[2], act, mid, way), gate, up)
         return _full(out, len(x))
 
     @staticmethod
@@ -444,10 +455,15 @@ class _FeedForward(torch.autograd.Function):
         return dx, None, None, *found, *last
 
 
+def _branch(layer: Layer, flags: Sequence[bool], x: Tensor, mid: Tensor | None, way: Way) -> Tensor | None:
+    """What the gradient of B reads of the input, if it is wanted."""
+    return (layer.reads(x, way) if mid is None else mid) if flags[3] else None
+
+
 def _input_gradient(layer: Layer, dy: Tensor, way: Way) -> Tensor:
     """As an operand."""
     found = way.product(dy, _weight(layer, way))
-    if layer.down is not None and layer.up is not None:
+    if layer.down is not None and layer.up is not None and not layer.lite:
         found.addmm_(way.product(dy, _small(layer.up, way)), _small(layer.down, way), alpha=layer.scale)
     return found
 
@@ -466,7 +482,8 @@ class _FrugalFeedForward(torch.autograd.Function):
         gate, up = (_forward(layer, given, way)[0] for layer in layers[:2])
         way.kernels.swiglu(gate, up, gate)
         out, mid = _forward(layers[2], gate, way)
-        ctx.save_for_backward(x, weight, mid if _flags(trained)[2][3] else None)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(x, weight, _branch(layers[2], ctx.rest[3][2], gate, mid, way))
         return x, _full(out, len(x))
 
     @staticmethod
@@ -480,11 +497,12 @@ class _FrugalFeedForward(torch.autograd.Function):
         del dy
         _, h, scale = way.kernels.norm(x, None, weight.detach(), eps)
         given = way.operand(h)
-        (gate, gate_mid), (up, up_mid) = (_forward(layer, given, way) for layer in layers[:2])
+        (gate, up), mids = zip(*(_forward(layer, given, way) for layer in layers[:2]), strict=True)
+        parts = [_branch(layers[n], flags[n], given, mids[n], way) for n in range(2)]
         way.kernels.swiglu_back(gate, up, dact, None)
         del dact, given, h
         dh, found = None, []
-        for layer, flag, d, part in zip(layers, flags, (gate, up), (gate_mid, up_mid), strict=False):
+        for layer, flag, d, part in zip(layers, flags, (gate, up), parts, strict=False):
             # gate and up are their gradients now
             dh, more = _backward(layer, flag, d, None, part, way, len(x), True, dh)
             found += more

@@ -35,7 +35,10 @@ LEAN_BYTES = 265 * MIB  # with torch, its matrix library's own buffers, and the 
 TRANSFORMERS_BYTES = 480 * MIB  # with transformers and PEFT besides
 LLAMA_BYTES = 30 * MIB  # llama.cpp while it runs a model
 HALF_BYTES = 25 * MIB  # code that the library makes for bf16 products,
-SIZE_BYTES = 18 * MIB  # and keeps for every size of a pass, see block.padded;
+# and keeps for every size of a pass, see block.padded: 0.6 MiB for each kind of product
+SIZE_BYTES = 6 * MIB
+METHOD_BYTES = {"sparse": 5 * MIB, "qas": 5 * MIB, "tinytl": 4 * MIB, "lora": 12 * MIB}  # where weights are trained,
+CHANNELS_BYTES = 7 * MIB  # where some of their channels are,
 SHARE_BYTES = 0.6 * MIB  # and for every further share of a tensor's channels that some block has
 
 FAULT_BYTES = 64 << 10  # mapped around a page that is touched, where the system's cache has it
@@ -102,10 +105,17 @@ def peak(terms: dict[str, int]) -> int:
 def libraries(shape: Shape, scheme: Scheme, engine: Engine, sizes: int = 0) -> int:
     """sizes: of passes with bf16 products."""
     lean = engine.kernels and scheme.method != "lora" and shape.lean
+    half = HALF_BYTES + _size_bytes(scheme) * sizes if sizes else 0
+    return (LEAN_BYTES if lean else TRANSFORMERS_BYTES) + half
+
+
+def _size_bytes(scheme: Scheme) -> int:
+    if not scheme.shares:
+        return SIZE_BYTES
     shares = {(tensor, share) for (_, tensor), share in scheme.shares.items()}
     further = len(shares) - len({tensor for tensor, _ in shares})
-    half = HALF_BYTES + (SIZE_BYTES + int(SHARE_BYTES * further)) * sizes if sizes else 0
-    return (LEAN_BYTES if lean else TRANSFORMERS_BYTES) + half
+    partial = CHANNELS_BYTES + int(SHARE_BYTES * further) if any(share < 1 for _, share in shares) else 0
+    return SIZE_BYTES + METHOD_BYTES[scheme.method] + partial
 
 
 def _data(load: Load, texts: bool) -> int:
