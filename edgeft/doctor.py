@@ -47,6 +47,7 @@ BOARDS = (
 )
 
 TRIAL_S = 0.3  # per dtype
+WRITE_BYTES, WRITE_S = 1 << 29, 1.0  # of the trial of the disk, whichever comes first; a shorter one finds any rate
 SHAPE = (512, 1024, 1024)  # (tokens, in, out): the size of one linear layer over a micro-batch, 1.07 GFLOP
 
 
@@ -116,7 +117,7 @@ def gemm_rates(refresh: bool = False, threads: int | None = None) -> dict[str, f
 
 
 def byte_rates(refresh: bool = False, threads: int | None = None) -> dict[str, float]:
-    """GB/s moved in memory (`copy`) and put on the cache folder's disk (`write`); measured once, in half a second."""
+    """GB/s moved in memory (`copy`) and put on the cache folder's disk (`write`); measured once, in a second or two."""
     count = threads or device.cores()
     key = device.bytes_key(device.cpu_name(), count)
     known = device.read_gemm_cache()
@@ -153,14 +154,16 @@ def _write_rate() -> dict[str, float]:
     place = path.with_name(f"{path.name}.{os.getpid()}.trial")
     try:
         cache.private(path.parent)
-        begin = time.perf_counter()
+        begin, written, seconds = time.perf_counter(), 0, 0.0
         with place.open("wb") as file:
-            for _ in range(16):
-                file.write(data)
-                zlib.crc32(data)
-            file.flush()
-            os.fsync(file.fileno())
-        return {"write": round(16 * len(data) / (time.perf_counter() - begin) / 1e9, 3)}
+            while written < WRITE_BYTES and seconds < WRITE_S:
+                for _ in range(16):
+                    file.write(data)
+                    zlib.crc32(data)
+                file.flush()
+                os.fsync(file.fileno())
+                written, seconds = written + 16 * len(data), time.perf_counter() - begin
+        return {"write": round(written / seconds / 1e9, 3)}
     except OSError:  # read-only, or full
         return {}
     finally:

@@ -56,6 +56,7 @@ METHODS: dict[str, Method] = {
     "qas-sgd": Method("qas-int8", SGD),
     "int8-sgd": Method("qas-int8", [*SGD, "update.qas=false"]),
     "cycle": Method("cycle"),
+    "full": Method("full"),
 }
 SUITES = {"squad": "qa", "banking77": "classify"}
 ROWS = {"squad": 1000, "banking77": 2000}

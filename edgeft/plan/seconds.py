@@ -43,7 +43,7 @@ START_S = {"prepare": 0.6, "lean": 2.8, "transformers": 8.0, "eval": 1.0}  # unt
 ROW_S = 0.0012  # a row to tokens
 PACK_VALUES = 1.5e8  # a second, to q8_0
 HASH_BYTES = 1.0e9  # a second
-LONG_WRITES = 0.4  # of the rate that a short trial finds: gigabytes fill what the disk holds back at first
+LONG_WRITES = 0.8  # of the rate that doctor's trial finds: gigabytes fill what the disk holds back at first
 
 
 @dataclass(frozen=True)
