@@ -37,8 +37,9 @@ def _tell(what: int, value: int) -> None:
         mallopt(what, value)
 
 
-def trim() -> None:
-    """Gives back what lies free now; where memory is not short, it is about to be used again."""
-    trim_all = getattr(ctypes.CDLL(None), "malloc_trim", None) if on and sys.platform == "linux" else None
+def trim(always: bool = False) -> None:
+    """Gives back what lies free now; where memory is not short, it is mostly about to be used again."""
+    wanted = (on or always) and sys.platform == "linux"
+    trim_all = getattr(ctypes.CDLL(None), "malloc_trim", None) if wanted else None
     if trim_all is not None:
         trim_all(0)

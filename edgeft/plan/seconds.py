@@ -36,14 +36,15 @@ CAST_BYTES = 22  # … trained number in a pass with bf16 products: the weight t
 
 # Where a machine has not been measured: what it moves in a second follows what it multiplies.
 COPY_PER_FLOP = 0.1  # bytes
-WRITE_BYTES = 150e6  # a second, to an SD card or a slow disk
+WRITE_BYTES = 150e6  # a second, to an SD card or a slow disk: these keep their rate
 HALF_GAIN = 2.0  # bf16 products against float32 ones, where the processor has instructions for them
 
 START_S = {"prepare": 0.6, "lean": 2.8, "transformers": 8.0, "eval": 1.0}  # until a stage begins to work
 ROW_S = 0.0012  # a row to tokens
 PACK_VALUES = 1.5e8  # a second, to q8_0
 HASH_BYTES = 1.0e9  # a second
-LONG_WRITES = 0.8  # of the rate that doctor's trial finds: gigabytes fill what the disk holds back at first
+# Many disks take a first gigabyte faster than what follows: measured 1.0 and 0.35 GB/s where doctor's trial found 1.3.
+FIRST_BYTES, FIRST_WRITES, LONG_WRITES = 1e9, 0.75, 0.25
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,14 @@ class Rates:
     fp32: float  # floating-point operations of a float32 product
     bf16: float
     copy: float  # bytes moved in memory, by all threads
-    write: float  # bytes to the disk, checksum included
+    write: float  # bytes to the disk, as doctor's trial found it
     source: str  # where these come from, in words
+
+    def to_disk(self, count: float) -> float:
+        """Seconds for so many bytes, with their checksum."""
+        first = FIRST_WRITES * self.write
+        rest = max(LONG_WRITES * self.write, min(first, WRITE_BYTES))
+        return min(count, FIRST_BYTES) / first + max(0.0, count - FIRST_BYTES) / rest
 
 
 def of_profile(profile: Device) -> Rates | None:
@@ -70,7 +77,7 @@ def of_this_machine(threads: int) -> Rates:
     cpu, count = device.cpu_name(), threads or device.cores()
     key, known = device.gemm_key(cpu, count), device.read_gemm_cache()
     moved = known.get(device.bytes_key(cpu, count), {})
-    write = LONG_WRITES * moved["write"] * 1e9 if "write" in moved else WRITE_BYTES
+    write = moved["write"] * 1e9 if "write" in moved else WRITE_BYTES
     if key in known and "fp32" in known[key]:
         fp32, bf16 = (known[key].get(name, 0.0) * 1e9 for name in ("fp32", "bf16"))
         return Rates(fp32, bf16, moved.get("copy", COPY_PER_FLOP * fp32 / 1e9) * 1e9, write, "measured by doctor")
@@ -197,7 +204,7 @@ class Clock:
         seconds = rows * self.trunk(load.trunk(how.micro_batch_tokens))
         cached = load.tree_tokens * self.shape.width
         written = 2 * cached * (1 if how.trunk_order == "rows" else 1 + 4 * self.scheme.cut)
-        return seconds + self._add("disk", written / self.rates.write)
+        return seconds + self._add("disk", self.rates.to_disk(written))
 
     def _train_stage(self) -> float:
         load, recipe = self.load, self.recipe
@@ -218,16 +225,16 @@ class Clock:
         state = state_bytes(recipe)
         # the first, the last, and the best after about half of the validations
         written = self.trained * (4 + (4 + state) + 4 * max(1, train.validations // 2))
-        found += self._add("disk", written / self.rates.write)
+        found += self._add("disk", self.rates.to_disk(written))
         often = found // max(how.checkpoint_s, 1.0)  # never more than 2 % of the time
-        found += self._add("disk", min(0.02 * found, often * self.trained * (4 + state) / self.rates.write))
+        found += self._add("disk", min(0.02 * found, often * self.rates.to_disk(self.trained * (4 + state))))
         return found + self._add("reading the model", self.shape.file_bytes / HASH_BYTES)
 
     def _export_stage(self, exported_bytes: int) -> float:
         shape, load = self.shape, self.load
         weights = shape.depth * shape.block_parameters
         tokens = min(VERIFY_ROWS, load.heldout_rows or VERIFY_ROWS) * load.longest
-        found = self.trained / PACK_VALUES + self._add("disk", exported_bytes / self.rates.write)
+        found = self.trained / PACK_VALUES + self._add("disk", self.rates.to_disk(exported_bytes))
         found += 2.0 * weights * tokens / self.rates.fp32 * (1 / PRODUCTS + 1 / LLAMA)
         return found + weights * WEIGHT_BYTES / self.rates.copy
 

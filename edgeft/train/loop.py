@@ -151,6 +151,7 @@ class Trainer:
             self.optimizer.clear()
         for layer in layers:
             layer.choose()
+        spare.trim(always=True)  # it was done in plain torch, outside the pool
         self.progress.line(f"channels chosen by the gradients of {min(CHOOSING_ROWS, len(order))} rows")
 
     # ------------------------------------------------ one step
