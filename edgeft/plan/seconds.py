@@ -43,6 +43,7 @@ START_S = {"prepare": 0.6, "lean": 2.8, "transformers": 8.0, "eval": 1.0}  # unt
 ROW_S = 0.0012  # a row to tokens
 PACK_VALUES = 1.5e8  # a second, to q8_0
 HASH_BYTES = 1.0e9  # a second
+DENSE_BYTES = 0.8e9  # a second, of weights that become float32 when they are loaded
 # Many disks take a first gigabyte faster than what follows: measured 1.0 and 0.35 GB/s where doctor's trial found 1.3.
 FIRST_BYTES, FIRST_WRITES, LONG_WRITES = 1e9, 0.75, 0.25
 
@@ -191,6 +192,8 @@ class Clock:
         found = {"prepare": START_S["prepare"] + ROW_S * (load.train_rows + load.heldout_rows)}
         lean = self.engine.kernels and self.scheme.method != "lora" and self.shape.lean
         start = START_S["lean" if lean else "transformers"]
+        if self.shape.dense:
+            start += 4 * self.shape.depth * self.shape.block_parameters / DENSE_BYTES
         if self.scheme.cut and recipe.how.trunk == "cache":
             found["trunk"] = self._trunk_stage()
         found["train"] = start + self._train_stage()
