@@ -29,6 +29,13 @@ WAYS: dict[str, tuple[str, list[str]]] = {
     "8-bit state": ("6. 8-bit optimiser state, off as shipped", ["how.optimizer_state=8bit"]),
     "fp32 products": ("7. bf16 products, where the processor has them", ["how.products=fp32"]),
     "plain torch": ("7. compiled kernels", ["how.compile=off"]),
+    **{
+        f"1/{part} of the channels": (
+            "a share of each tensor's input channels, all as shipped",
+            [f"update.channels={1 / part}"],
+        )
+        for part in (2, 4, 8)
+    },
     "recompute": ("activations computed again, off as shipped", ["how.recompute=true"]),
 }
 

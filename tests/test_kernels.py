@@ -64,6 +64,18 @@ def test_attention_is_that_of_a_dense_mask(kind: str, threads: int, some: bool) 
     assert all(torch.equal(x, y) for x, y in zip(back, again, strict=True))  # to the bit
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_columns_are_picked_and_placed(dtype: torch.dtype) -> None:
+    library = kernels.load()
+    torch.manual_seed(3)
+    x, part, columns = torch.randn(37, 96).to(dtype), torch.randn(37, 32), torch.randperm(96)[:32].sort().values
+    out, wide = torch.empty(37, 32, dtype=dtype), x.clone()
+    library.pick_columns(x, columns, out)
+    assert torch.equal(out, x[:, columns])
+    library.place_columns(part, columns, wide)
+    assert torch.equal(wide, x.index_copy(1, columns, part.to(dtype)))
+
+
 @pytest.mark.parametrize("size", [(5, 64), (33, 576), (7, 50)])
 def test_norm_and_gate(size: tuple[int, int]) -> None:
     library = kernels.load()

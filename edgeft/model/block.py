@@ -6,7 +6,7 @@ are added to `.grad` where they are made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from edgeft.model.kernels import Kernels, Plan, heads
 from edgeft.model.packed import PackedLinear, Scratch
 from edgeft.model.pool import pool
-from edgeft.model.recompute import recomputed
+from edgeft.model.recompute import go_back, recomputed
 
 Tensor = torch.Tensor
 Pending = tuple[Tensor, Tensor | None]  # the residual stream, and what is still to be added to it
@@ -67,7 +67,11 @@ class Layer:
     def reads(self, x: Tensor, way: Way) -> Tensor:
         """These numbers (T, width), from the layer's input."""
         if self.columns is not None:
-            return torch.index_select(x, 1, self.columns, out=pool.take(len(x), len(self.columns), x.dtype))
+            out = pool.take(len(x), len(self.columns), x.dtype)
+            if way.kernels is None:
+                return torch.index_select(x, 1, self.columns, out=out)
+            way.kernels.pick_columns(x, self.columns, out)  # five times as fast
+            return out
         assert self.down is not None
         return way.product(x, _small(self.down, way).T)
 
@@ -137,7 +141,10 @@ def _weight(layer: Layer, way: Way) -> Tensor:
         found = base.operand(way.half)
     if layer.part is not None and layer.columns is not None:
         # in the buffer that the next weight overwrites, or in the base's own: nobody else reads these columns of it
-        found.scatter_(1, layer.columns.expand(len(found), -1), layer.part.to(found.dtype))
+        if way.kernels is None:
+            found.scatter_(1, layer.columns.expand(len(found), -1), layer.part.to(found.dtype))
+        else:
+            way.kernels.place_columns(layer.part.detach(), layer.columns, found)
     if layer.lite:
         assert layer.up is not None
         assert layer.down is not None
@@ -468,34 +475,49 @@ def _input_gradient(layer: Layer, dy: Tensor, way: Way) -> Tensor:
     return found
 
 
-class _FrugalFeedForward(torch.autograd.Function):
-    """x (T, I) → x, and down(silu(gate h) · up h) of its norm h, where no weight is trained: x alone is kept, and what
-    the gradient of down's branch reads. All but down is computed again."""
+class _FrugalBlock(torch.autograd.Function):
+    """x (T, d) → y = attended(x), and down(silu(gate h) · up h) of its norm h, where no weight is trained: x alone is
+    kept, and what the gradient of down's branch reads. All but down is computed again.
+
+    What is trained in `attended` takes its gradients there; anchor: see recompute.py.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, layers: tuple[Layer, ...], way: Way, *trained: Tensor | None
+        ctx: Any,
+        anchor: Tensor,
+        x: Tensor,
+        attended: Callable[[Tensor], Tensor],
+        weight: Tensor,
+        eps: float,
+        layers: tuple[Layer, ...],
+        way: Way,
+        *trained: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         assert way.kernels is not None
-        ctx.rest = layers, way, eps, _flags(trained)
-        given = way.operand(way.kernels.norm(x, None, weight.detach(), eps)[1])
+        ctx.rest = attended, layers, way, eps, _flags(trained)
+        y = attended(x)
+        given = way.operand(way.kernels.norm(y, None, weight.detach(), eps)[1])
         gate, up = (_forward(layer, given, way)[0] for layer in layers[:2])
         way.kernels.swiglu(gate, up, gate)
         out, mid = _forward(layers[2], gate, way)
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(x, weight, _branch(layers[2], ctx.rest[3][2], gate, mid, way))
-        return x, _full(out, len(x))
+        ctx.save_for_backward(x, weight, _branch(layers[2], ctx.rest[-1][2], gate, mid, way))
+        return y, _full(out, len(y))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight, mid = ctx.saved_tensors
-        layers, way, eps, flags = ctx.rest
+        attended, layers, way, eps, flags = ctx.rest
         other, gradient = grads
+        x = x.detach().requires_grad_(ctx.needs_input_grad[1])
+        with torch.enable_grad():
+            made = attended(x)
+        y = made.detach()
         dy = way.operand(gradient.contiguous())
         dact = _input_gradient(layers[2], dy, way)
-        _, last = _backward(layers[2], flags[2], dy, None, mid, way, len(x), False, None)
+        _, last = _backward(layers[2], flags[2], dy, None, mid, way, len(y), False, None)
         del dy
-        _, h, scale = way.kernels.norm(x, None, weight.detach(), eps)
+        _, h, scale = way.kernels.norm(y, None, weight.detach(), eps)
         given = way.operand(h)
         (gate, up), mids = zip(*(_forward(layer, given, way) for layer in layers[:2]), strict=True)
         parts = [_branch(layers[n], flags[n], given, mids[n], way) for n in range(2)]
@@ -504,12 +526,15 @@ class _FrugalFeedForward(torch.autograd.Function):
         dh, found = None, []
         for layer, flag, d, part in zip(layers, flags, (gate, up), parts, strict=False):
             # gate and up are their gradients now
-            dh, more = _backward(layer, flag, d, None, part, way, len(x), True, dh)
+            dh, more = _backward(layer, flag, d, None, part, way, len(y), True, dh)
             found += more
         del gate, up, d
         assert dh is not None
-        dx, dw = _norm_back(x, scale, weight, dh, other, way.kernels, ctx.needs_input_grad[:2])
-        return dx, dw, None, None, None, *found, *last
+        dmade, dw = _norm_back(y, scale, weight, dh, other, way.kernels, (made.requires_grad, ctx.needs_input_grad[3]))
+        del dh, y
+        if made.requires_grad:
+            go_back([dmade], made)
+        return None, x.grad, None, dw, None, None, None, *found, *last
 
 
 class _Gate(torch.autograd.Function):
@@ -558,26 +583,30 @@ class Runner:
 
     def block(self, block: Any, stream: Pending) -> Pending:
         """One block; what it adds last is left pending, for the next norm to add."""
-        x, h = add_norm(stream, block.input_layernorm, self.kernels)
-        angles = (self.cos, self.sin, self.cos, self.sin)
-        mixed = _Attend.apply(*self._qkv(block, h), angles, self.plan, self.shape, self.kernels)
-        return self._after(block, x, mixed)
+        return self._after(block, *self._mixed(block, stream))
 
     def frugal_block(self, block: Any, stream: Pending) -> Pending:
-        """As `block`, keeping the residual stream before each half and no more. Going back, what lies between is
-        computed again, but for o and down, which need nothing of it where their weights are not trained."""
+        """As `block`, keeping the residual stream before it and no more. Going back, all is computed again but
+        for down, whose input nobody needs where its weight is not trained."""
         layers = as_layers((block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj))
         if layers is None:
             return recomputed(partial(self.block, block), stream)  # type: ignore[no-any-return]
         x = stream[0] if stream[1] is None else _Sum.apply(*stream)
-        x, mixed = recomputed(partial(self._mixed, block), (x, None))
-        (out,) = linears(mixed, (block.self_attn.o_proj,), self.way)
-        x, norm = _Sum.apply(x, out), block.post_attention_layernorm
-        eps = float(norm.variance_epsilon)
-        x, out = _FrugalFeedForward.apply(x, norm.weight, eps, layers, self.way, *_trained(layers))
-        return x, out
+        norm = block.post_attention_layernorm
+        eps, anchor = float(norm.variance_epsilon), torch.empty(0, requires_grad=True)
+        made: Pending = _FrugalBlock.apply(
+            anchor, x, partial(self._attended, block), norm.weight, eps, layers, self.way, *_trained(layers)
+        )
+        return made
 
-    def _mixed(self, block: Any, stream: Pending) -> Pending:
+    def _attended(self, block: Any, x: Tensor) -> Tensor:
+        """The stream after the block's first half."""
+        x, mixed = self._mixed(block, (x, None))
+        (out,) = linears(mixed, (block.self_attn.o_proj,), self.way)
+        found: Tensor = _Sum.apply(x, out)
+        return found
+
+    def _mixed(self, block: Any, stream: Pending) -> tuple[Tensor, Tensor]:
         """The stream, and what o reads."""
         x, h = add_norm(stream, block.input_layernorm, self.kernels)
         angles = (self.cos, self.sin, self.cos, self.sin)

@@ -433,8 +433,6 @@ void swiglu_back_half(bf16 *gate, bf16 *up, const bf16 *dact, bf16 *act, long co
 }
 }
 
-// ------------------------------------------------------------------------------------------------- packed weights
-
 // ---------------------------------------------------------------- between bf16 products and what is float32
 
 extern "C" {
@@ -475,6 +473,41 @@ void sum_rows_half(const bf16 *x, float *out, long rows, long width, int threads
     }
 }
 }
+
+// ---------------------------------------------------------------- some columns of a matrix
+
+template <typename T>
+static void pick(const T *x, const int64_t *columns, T *out, long rows, long width, long count, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long r = 0; r < rows; r++)
+        for (long c = 0; c < count; c++) out[r * count + c] = x[r * width + columns[c]];
+}
+
+template <typename T>
+static void place(const float *part, const int64_t *columns, T *out, long rows, long width, long count, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long r = 0; r < rows; r++)
+        for (long c = 0; c < count; c++) put(out + r * width + columns[c], part[r * count + c]);
+}
+
+extern "C" {
+// out (rows, count) = these columns of x (rows, width)
+void pick_columns(const float *x, const int64_t *columns, float *out, long rows, long width, long count, int threads) {
+    pick(x, columns, out, rows, width, count, threads);
+}
+void pick_columns_half(const bf16 *x, const int64_t *columns, bf16 *out, long rows, long width, long count, int threads) {
+    pick(x, columns, out, rows, width, count, threads);
+}
+// these columns of out (rows, width) = part (rows, count)
+void place_columns(const float *part, const int64_t *columns, float *out, long rows, long width, long count, int threads) {
+    place(part, columns, out, rows, width, count, threads);
+}
+void place_columns_half(const float *part, const int64_t *columns, bf16 *out, long rows, long width, long count, int threads) {
+    place(part, columns, out, rows, width, count, threads);
+}
+}
+
+// ---------------------------------------------------------------- packed weights
 
 // ggml's half precision, exactly
 static inline float half(const uint8_t *p) {

@@ -192,6 +192,20 @@ class Kernels:
         self.library.sum_rows_half(_at(x, torch.bfloat16), _at(out), *shape, torch.get_num_threads())
         return out
 
+    def pick_columns(self, x: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
+        """These columns of x (rows, width), float32 or bf16, into `out` (rows, count) of the same kind."""
+        function = self.library.pick_columns if x.dtype == torch.float32 else self.library.pick_columns_half
+        self._columns(function, _at(x, x.dtype), _at(out, x.dtype), x, columns)
+
+    def place_columns(self, part: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
+        """part (rows, count), float32, as these columns of `out` (rows, width), float32 or bf16."""
+        function = self.library.place_columns if out.dtype == torch.float32 else self.library.place_columns_half
+        self._columns(function, _at(part), _at(out, out.dtype), out, columns)
+
+    def _columns(self, function: Any, source: Any, target: Any, wide: torch.Tensor, columns: torch.Tensor) -> None:
+        shape = map(ctypes.c_long, (*wide.shape, len(columns)))
+        function(source, _at(columns, torch.int64), target, *shape, torch.get_num_threads())
+
     def unpacks(self, type_id: int) -> bool:
         """Has it code of its own for this type of packed weights? ggml's own is several times slower."""
         return type_id in UNPACKED

@@ -26,6 +26,13 @@ class _Given(torch.autograd.Function):
         return None, *ctx.gradients
 
 
+def go_back(gradients: list[torch.Tensor], *outputs: torch.Tensor) -> None:
+    """From these outputs, each with its gradient."""
+    with torch.enable_grad():
+        start = _Given.apply(gradients, *outputs)
+    start.backward()
+
+
 class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, function: Callable[..., Any], *given: torch.Tensor | None) -> Any:
@@ -42,9 +49,8 @@ class _Again(torch.autograd.Function):
         ]
         with torch.enable_grad():
             made = ctx.function(*given)
-            wanted = [(one, grad) for one, grad in zip(made, grads, strict=True) if grad is not None]
-            start = _Given.apply([grad for _, grad in wanted], *(one for one, _ in wanted))
-        start.backward()
+        wanted = [(one, grad) for one, grad in zip(made, grads, strict=True) if grad is not None]
+        go_back([grad for _, grad in wanted], *(one for one, _ in wanted))
         return None, None, *(None if tensor is None else tensor.grad for tensor in given)
 
 

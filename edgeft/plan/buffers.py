@@ -195,27 +195,38 @@ class _Top:
         shape, pool = self.shape, self.pool
         x, more = stream
         total = self.full(rows, shape.width) if more is not None else x
-        mixed = self.mixed(rows)[-1]
-        o_given = self.operand(mixed, rows, shape.query)
-        kept = self.keeps(block, ("o",), o_given, rows, shape.query) if self.scheme.share(block, "o") else []
+        second, made = self.attended(block, rows)
+        pool.free(*made)
+        gates = self.gates(rows)
+        kept = self.keeps(block, ("down",), gates[0], rows, shape.ffn) if self.scheme.share(block, "down") else []
+        added = self.product(rows, shape.width)
+        pool.free(*gates)
+        if more is not None:
+            pool.free(x, more)
+        return _Saved(rows, rows, norms=[total], ffn_inputs=kept), (second, added)
+
+    def attended(self, block: int, rows: int) -> tuple[Buffer, list[Buffer]]:
+        """The stream after the first half, and what the way back needs."""
+        shape, pool = self.shape, self.pool
+        made = self.mixed(rows)
+        mixed = made[3]
+        given = self.operand(mixed, rows, shape.query)
+        made += self.keeps(block, ("o",), given, rows, shape.query) if self.scheme.share(block, "o") else []
         out = self.product(rows, shape.width)
-        pool.free(o_given, mixed)
+        if given is not mixed:
+            pool.free(given)
         second = self.full(rows, shape.width)
         pool.free(out)
-        gates = self.gates(rows)
-        kept += self.keeps(block, ("down",), gates[0], rows, shape.ffn) if self.scheme.share(block, "down") else []
-        added = self.product(rows, shape.width)
-        pool.free(*gates, more)
-        return _Saved(rows, rows, norms=[total, second], ffn_inputs=kept), (second, added)
+        return second, made
 
-    def mixed(self, rows: int, keep: bool = False) -> list[Buffer]:
-        """Up to what o reads; keep: with all that the way back needs."""
+    def mixed(self, rows: int) -> list[Buffer]:
+        """q, k, v and what o reads."""
         shape = self.shape
         h = self.full(rows, shape.width)
         given = self.operand(h, rows, shape.width)
         found = self.products((rows, shape.query), (rows, shape.key), (rows, shape.key))
         found.append(self.full(rows, shape.query))
-        self.pool.free(given, h, *([] if keep else found[:-1]))
+        self.pool.free(given, h)
         return found
 
     def gates(self, rows: int) -> list[Buffer]:
@@ -243,26 +254,26 @@ class _Top:
                 pool.free(dy, buffer)
             return found
 
+        second, made = self.attended(block, rows)
         count = padded(rows) if self.half else rows
         dy = pool.take(count, 2 * shape.width) if self.half else None
         dact = pool.take(count, self.each * shape.ffn)
         pool.free(dy)
-        made = self.gates(rows)
+        gates = self.gates(rows)
         pool.free(dact)
         dnormed = self.product(rows, shape.width)
         if self.half:  # up's part is made before it is added
             pool.free(pool.take(count, 2 * shape.width))
-        pool.free(*made)
+        pool.free(*gates)
         dx = self.full(rows, shape.width)
-        pool.free(dnormed, dx, saved.norms[1], *saved.ffn_inputs)
+        pool.free(dnormed, second)
         dmixed = back([(None, shape.width)], shape.query)
-        made = self.mixed(rows, keep=True)
         dq = self.full(rows, shape.query)
         parts = [self.full(rows, shape.key) for _ in range(2 * self.threads)]
         pool.free(*parts[1 : self.threads], *parts[self.threads + 1 :], dmixed, *made)
         dh = back([(dq, shape.query), (parts[0], shape.key), (parts[self.threads], shape.key)], shape.width)
         below = self.full(rows, shape.width) if block > self.scheme.cut else None
-        pool.free(dh, saved.norms[0], grad)
+        pool.free(dh, dx, grad, *saved.norms, *saved.ffn_inputs)
         return below
 
 

@@ -166,9 +166,9 @@ class Clock:
         given = (one.tokens, one.pairs, one.asked, one.asked_pairs, one.targets)
         flops = step_flops(shape, self.scheme, *given, back=back)
         flops -= head + attention * (1 + ATTENTION_BACK if back else 1)
-        kept = 0  # of a block's weights, those that are not multiplied with again
+        kept = 0  # of a block's weights, those that are not multiplied with a second time
         if frugal and not recompute:
-            kept = sum(rows * cols for name, rows, cols in shape.linears() if name in ("o", "down"))
+            kept = sum(rows * cols for name, rows, cols in shape.linears() if name == "down")
         if recompute or frugal:
             flops += 2.0 * (shape.block_parameters - kept) * one.tokens * (blocks - 1)
         found = self._add("matrix products", self._products(flops, half) + self._products(head, False))
