@@ -27,7 +27,8 @@ class Screen(Progress):
         self.began = self.said = 0.0
         self.paused_at: float | None = None
         self.paused_s = 0.0
-        self.all_left = ""  # how long the whole run will take, where somebody said so
+        self.stage_left_s: float | None = None  # how long this stage and
+        self.all_left = ""  # the whole run will take, where somebody said so
 
     def clock(self) -> float:
         """Stands still in a pause, so that the time left is that of work."""
@@ -41,7 +42,8 @@ class Screen(Progress):
 
     def stage(self, name: str, total: float) -> None:
         self.end()
-        self.name, self.total, self.done, self.all_left = name, total, 0.0, ""
+        self.name, self.total, self.done = name, total, 0.0
+        self.stage_left_s, self.all_left = None, ""
         self.began = self.said = self.clock()
         if self.console.is_terminal:
             self.bar = Bar(
@@ -52,10 +54,10 @@ class Screen(Progress):
             self.bar.add_task(name, total=total, note="")
             self.bar.start()
 
-    def left(self, seconds: float) -> None:
+    def left(self, stage_s: float, all_s: float) -> None:
         from edgeft.report.words import duration
 
-        self.all_left = f", {duration(seconds)} with the stages to come"
+        self.stage_left_s, self.all_left = stage_s, f", {duration(all_s)} with the stages to come"
 
     def plan(self, plan: dict[str, Any]) -> None:
         from edgeft.plan.show import print_plan
@@ -70,7 +72,9 @@ class Screen(Progress):
             self.bar.update(self.bar.task_ids[0], advance=amount, note=note + self.all_left)
         elif amount and self.clock() - self.said >= PLAIN_EVERY_S:
             self.said = self.clock()
-            left = (self.said - self.began) / max(self.done, 1e-9) * (self.total - self.done)
+            left = self.stage_left_s
+            if left is None:
+                left = (self.said - self.began) / max(self.done, 1e-9) * (self.total - self.done)
             told = f"{note} · {duration(left)} left{self.all_left}"
             self.console.print(f"{self.name} {self.done:g}/{self.total:g} · {told}", soft_wrap=True)
 

@@ -76,6 +76,17 @@ def test_columns_are_picked_and_placed(dtype: torch.dtype) -> None:
     assert torch.equal(wide, x.index_copy(1, columns, part.to(dtype)))
 
 
+@pytest.mark.parametrize(("rows", "width", "rank"), [(5, 64, 16), (131, 576, 16), (200, 100, 32)])
+def test_branches_are_plain_products(rows: int, width: int, rank: int) -> None:
+    library = kernels.load()
+    torch.manual_seed(4)
+    x, a, mid = torch.randn(rows, width).bfloat16(), torch.randn(rank, width), torch.randn(rows, rank)
+    out = torch.empty(rows, rank)
+    library.project(x, a, out)
+    assert near(out, x.double() @ a.double().T) < 1e-6
+    assert near(library.expand_back(x, mid), x.double().T @ mid.double()) < 1e-6
+
+
 @pytest.mark.parametrize("size", [(5, 64), (33, 576), (7, 50)])
 def test_norm_and_gate(size: tuple[int, int]) -> None:
     library = kernels.load()

@@ -288,10 +288,10 @@ def test_rates_are_measured_ones_or_a_profiles(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_left_is_corrected_by_what_was_measured() -> None:
     plan = {"stages": {"train": {"seconds": 100.0}, "export": {"seconds": 10.0}, "eval": {"seconds": 20.0}}}
     left = Remaining(plan, 50)
-    assert left.left(0) == pytest.approx(130.0)
+    assert left.left(0) == pytest.approx((100.0, 130.0))
     for _ in range(30):
         left.step(4.0)  # twice as long as planned
-    assert left.left(30) == pytest.approx(2 * (40 + 30), rel=0.05)
+    assert left.left(30) == pytest.approx((2 * 40, 2 * (40 + 30)), rel=0.05)
     assert Remaining({}, 50).left(0) is None
 
 

@@ -73,6 +73,11 @@ class Layer:
             way.kernels.pick_columns(x, self.columns, out)  # five times as fast
             return out
         assert self.down is not None
+        if self.lite and way.half and way.kernels is not None and way.kernels.projects(len(self.down)):
+            # a bf16 product of this form would leave code behind for every size of a pass
+            out = pool.take(len(x), len(self.down))
+            way.kernels.project(x, self.down, out)
+            return out
         return way.product(x, _small(self.down, way).T)
 
 
@@ -239,7 +244,8 @@ def _backward(
         _add_gradient(layer.part, dy, part, way)
     if flags[3]:
         assert part is not None
-        grads[3] = (dy.T @ part).float().mul_(layer.scale)
+        found = dy.T @ part if part.dtype == dy.dtype or way.kernels is None else way.kernels.expand_back(dy, part)
+        grads[3] = found.float().mul_(layer.scale)
     if layer.down is not None and layer.up is not None and not layer.lite and (flags[2] or wanted):
         dmid = way.product(dy, _small(layer.up, way)).mul_(layer.scale)  # (T, r)
         if flags[2]:
@@ -532,7 +538,7 @@ class _FrugalBlock(torch.autograd.Function):
         assert dh is not None
         dmade, dw = _norm_back(y, scale, weight, dh, other, way.kernels, (made.requires_grad, ctx.needs_input_grad[3]))
         del dh, y
-        if made.requires_grad:
+        if dmade is not None:
             go_back([dmade], made)
         return None, x.grad, None, dw, None, None, None, *found, *last
 

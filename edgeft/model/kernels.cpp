@@ -474,6 +474,56 @@ void sum_rows_half(const bf16 *x, float *out, long rows, long width, int threads
 }
 }
 
+// ---------------------------------------------------------------- lite branches: r numbers a token, r a multiple of VL
+
+// to (rows, width) float32 = a part of x, whose rows are so far apart
+static void widen(const bf16 *x, long stride, long rows, long width, float *to) {
+    for (long r = 0; r < rows; r++, x += stride, to += width) {
+        long i = 0;
+        for (; i + VL <= width; i += VL) store(to + i, load(x + i));
+        for (; i < width; i++) to[i] = value(x[i]);
+    }
+}
+
+extern "C" {
+// out (rows, r) = x (rows, width) aᵀ, a (r, width)
+void project_half(const bf16 *x, const float *a, float *out, long rows, long width, long r, int threads) {
+    const long strip = 8 * MR;
+    std::vector<float> turned(width * r);
+    for (long k = 0; k < r; k++)
+        for (long i = 0; i < width; i++) turned[i * r + k] = a[k * width + i];
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> some(strip * width);
+#pragma omp for schedule(static)
+        for (long start = 0; start < rows; start += strip) {
+            const long count = std::min(strip, rows - start);
+            widen(x + start * width, width, count, width, some.data());
+            product<false>(count, r, width, some.data(), width, 1, turned.data(), r, nullptr, out + start * r, r, nullptr);
+        }
+    }
+}
+
+// out (width, r) = dyᵀ mid, dy (rows, width), mid (rows, r)
+void expand_back_half(const bf16 *dy, const float *mid, float *out, long rows, long width, long r, int threads) {
+    const long strip = 16 * MR, piece = 64;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> some(strip * piece);
+#pragma omp for schedule(static)
+        for (long start = 0; start < width; start += strip) {
+            const long count = std::min(strip, width - start);
+            std::fill(out + start * r, out + (start + count) * r, 0.0f);
+            for (long row = 0; row < rows; row += piece) {
+                const long few = std::min(piece, rows - row);
+                widen(dy + row * width + start, width, few, count, some.data());
+                product<true>(count, r, few, some.data(), 1, count, mid + row * r, r, nullptr, out + start * r, r, nullptr);
+            }
+        }
+    }
+}
+}
+
 // ---------------------------------------------------------------- some columns of a matrix
 
 template <typename T>

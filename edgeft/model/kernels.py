@@ -192,6 +192,22 @@ class Kernels:
         self.library.sum_rows_half(_at(x, torch.bfloat16), _at(out), *shape, torch.get_num_threads())
         return out
 
+    def projects(self, rank: int) -> bool:
+        """Are there kernels for branches of so many numbers a token?"""
+        return rank % self.lanes == 0
+
+    def project(self, x: torch.Tensor, a: torch.Tensor, out: torch.Tensor) -> None:
+        """x (rows, width), bf16, times aᵀ, a (r, width), float32, into `out` (rows, r), float32."""
+        shape = map(ctypes.c_long, (*x.shape, len(a)))
+        self.library.project_half(_at(x, torch.bfloat16), _at(a), _at(out), *shape, torch.get_num_threads())
+
+    def expand_back(self, dy: torch.Tensor, mid: torch.Tensor) -> torch.Tensor:
+        """dyᵀ mid (width, r), float32, of dy (rows, width), bf16, and mid (rows, r), float32."""
+        out = torch.empty(dy.shape[1], mid.shape[1])
+        shape = map(ctypes.c_long, (*dy.shape, mid.shape[1]))
+        self.library.expand_back_half(_at(dy, torch.bfloat16), _at(mid), _at(out), *shape, torch.get_num_threads())
+        return out
+
     def pick_columns(self, x: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
         """These columns of x (rows, width), float32 or bf16, into `out` (rows, count) of the same kind."""
         function = self.library.pick_columns if x.dtype == torch.float32 else self.library.pick_columns_half

@@ -105,7 +105,8 @@ class _Top:
         widths = [scheme.rank if scheme.method == "tinytl" else channel_count(share, width) for share in shares]
         if sum(widths) >= width or (scheme.method == "lora" and shares):
             return [given]
-        return [self.pool.take(padded(rows) if self.half else rows, self.each * few) for few in widths]
+        each = 4 if scheme.method == "tinytl" else self.each
+        return [self.pool.take(padded(rows) if self.half else rows, each * few) for few in widths]
 
     def release(self, given: Buffer, x: Buffer, kept: Sequence[Buffer]) -> None:
         """An input that nobody keeps is free, and so is what it was copied from."""

@@ -16,7 +16,7 @@ from edgeft.export.gguf import SPOOL_BYTES
 from edgeft.export.verify import BATCH_TOKENS, TARGETS
 from edgeft.model import HEAD_ROWS, LOGITS_BYTES
 from edgeft.plan.buffers import top_bytes
-from edgeft.plan.rows import Load
+from edgeft.plan.rows import Load, Sizes
 from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters, trained_tensors
 from edgeft.sparse.scheme import Scheme
 
@@ -31,15 +31,20 @@ GIVES_WAY = "mapped file"
 
 # What a process holds before it has read a weight or a row, measured with torch 2.13 on x86-64.
 PYTHON_BYTES = 75 * MIB  # Python, numpy, gguf, llama.cpp's library and its tokenizer: the stages without torch
-LEAN_BYTES = 265 * MIB  # with torch, its matrix library's own buffers, and the kernels
+# With torch, its matrix library's own buffers, and the kernels. 265 to 310 were seen: the system maps more or fewer
+# pages of a library around those that are touched.
+LEAN_BYTES = 290 * MIB
 TRANSFORMERS_BYTES = 480 * MIB  # with transformers and PEFT besides
 LLAMA_BYTES = 30 * MIB  # llama.cpp while it runs a model
 HALF_BYTES = 25 * MIB  # code that the library makes for bf16 products,
 # and keeps for every size of a pass, see block.padded: 0.6 MiB for each kind of product
 SIZE_BYTES = 6 * MIB
-METHOD_BYTES = {"sparse": 5 * MIB, "qas": 5 * MIB, "tinytl": 4 * MIB, "lora": 12 * MIB}  # where weights are trained,
+LAST_BYTES = 4 * MIB  # for a size that only the last block has: fewer kinds
+METHOD_BYTES = {"sparse": 5 * MIB, "qas": 5 * MIB, "tinytl": 1 * MIB, "lora": 12 * MIB}  # where weights are trained,
 CHANNELS_BYTES = 7 * MIB  # where some of their channels are,
 SHARE_BYTES = 0.6 * MIB  # and for every further share of a tensor's channels that some block has
+
+NO_SIZES = Sizes()
 
 FAULT_BYTES = 64 << 10  # mapped around a page that is touched, where the system's cache has it
 CACHED_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # the trunk cache, a value of a state
@@ -102,10 +107,10 @@ def peak(terms: dict[str, int]) -> int:
 # ---------------------------------------------------------------- pieces
 
 
-def libraries(shape: Shape, scheme: Scheme, engine: Engine, sizes: int = 0) -> int:
+def libraries(shape: Shape, scheme: Scheme, engine: Engine, sizes: Sizes = NO_SIZES) -> int:
     """sizes: of passes with bf16 products."""
     lean = engine.kernels and scheme.method != "lora" and shape.lean
-    half = HALF_BYTES + _size_bytes(scheme) * sizes if sizes else 0
+    half = HALF_BYTES + _size_bytes(scheme) * sizes.whole + LAST_BYTES * sizes.asked if sizes.whole else 0
     return (LEAN_BYTES if lean else TRANSFORMERS_BYTES) + half
 
 
@@ -215,7 +220,7 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
     if engine.half:  # a trained weight as a product reads it, and a gradient as a product gives it
         scratch += 2 * 2 * largest
     return {
-        "libraries": libraries(shape, scheme, engine, load.sizes(how.micro_batch_tokens) if engine.half else 0),
+        "libraries": libraries(shape, scheme, engine, load.sizes(how.micro_batch_tokens) if engine.half else NO_SIZES),
         "packed frozen weights": _weights(shape, scheme, how, load, range(scheme.cut, shape.depth)),
         "trained weights": weight_bytes(recipe) * trained,
         "gradients": 4 * (largest if alone else active),

@@ -31,6 +31,13 @@ class Pass(NamedTuple):
     targets: int
 
 
+class Sizes(NamedTuple):
+    """How many sizes passes have, as the kernels round them up."""
+
+    whole: int = 0
+    asked: int = 0  # further ones, which only the last block has
+
+
 def total(passes: Sequence[Pass]) -> Pass:
     """All of them together."""
     return Pass(*np.sum(passes, axis=0).tolist()) if passes else Pass(0, 0, 0, 0, 0)
@@ -101,10 +108,10 @@ class Load:
         size = WITHOUT_GRADIENT * micro_batch
         return [self._pass(part) for part in self.forest.micro_batches(self.forest.order, size)]
 
-    def _sizes(self, micro_batch: int) -> int:
-        """How many sizes passes have, as the kernels round them up."""
-        every = [one for step in self.passes(micro_batch) for one in step]
-        return len({padded(one.tokens) for one in (*every, *self.validation(micro_batch))})
+    def _sizes(self, micro_batch: int) -> Sizes:
+        every = [*(one for step in self.passes(micro_batch) for one in step), *self.validation(micro_batch)]
+        whole = {padded(one.tokens) for one in every}
+        return Sizes(len(whole), len({padded(one.asked) for one in every} - whole))
 
     def cut(self, longest: int) -> Load:
         """As if data.max_tokens were so many; what is trained stands at the rows' ends."""

@@ -344,9 +344,10 @@ class Trainer:
         """Seconds that the run will still take, with all later stages; this step took `seconds`."""
         self.remaining.step(seconds)
         left = self.remaining.left(self.step)
-        if left is not None:
-            self.progress.left(left)
-        return None if left is None else round(left, 1)
+        if left is None:
+            return None
+        self.progress.left(*left)
+        return round(left[1], 1)
 
     def _no_memory(self, error: Exception) -> None:
         """A pass did not get the memory it wanted: the step is taken again in smaller ones, or the run is saved."""

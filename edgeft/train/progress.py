@@ -14,8 +14,8 @@ class Progress:
     def advance(self, amount: float, note: str = "") -> None:
         """A part of the stage is done."""
 
-    def left(self, seconds: float) -> None:
-        """So long will all that follows take, later stages included."""
+    def left(self, stage_s: float, all_s: float) -> None:
+        """So long will the rest of this stage take, and all that follows, later stages included."""
 
     def plan(self, plan: dict[str, Any]) -> None:
         """What the run will need, before it begins."""

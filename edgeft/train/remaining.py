@@ -18,12 +18,13 @@ class Remaining:
         self.done += 1
         self.taken += seconds
 
-    def left(self, step: int) -> float | None:
-        """Seconds after so many steps, the later stages included; None: nothing was planned."""
+    def left(self, step: int) -> tuple[float, float] | None:
+        """Seconds after so many steps: of training, and with the later stages; None: nothing was planned."""
         planned = self.seconds["train"] / max(1, self.steps)
         if not planned:
             return None
         # The plan counts as one step: the first ones, in which caches and threads warm up, do not decide alone.
         factor = (self.taken + planned) / ((self.done + 1) * planned)
         later = self.seconds["export"] + self.seconds["eval"]
-        return factor * (planned * (self.steps - step) + later)
+        training = factor * planned * (self.steps - step)
+        return training, training + factor * later
