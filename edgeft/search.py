@@ -585,6 +585,7 @@ def settle(run: Run, budget_bytes: int, progress: Progress) -> None:
     found = find(pose(run.recipe, rows, heldout, budget, seed, progress, within=True), seed, compare=False)
     run.recipe.update.choose = CHOOSE
     run.recipe.update.parts = [config.build(PartConfig, part) for part in found["parts"]]
+    run.recipe.how = dataclasses.replace(run.recipe.how, **found["how"])  # with which it costs no more
     run.write_json(run.path / "search.json", found)
     run.write_recipe()
     progress.line(

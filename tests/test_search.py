@@ -394,6 +394,7 @@ def test_auto_finds_what_is_trained_and_keeps_it(tiny: Path, data: Path, tmp_pat
     assert json.loads(result.stdout)["trained_parameters"] == found["trained_parameters"]
     assert found["peak_bytes"] <= found["budget"]["memory_bytes"]
     assert found["seconds"] <= found["budget"]["time_s"]
+    assert {name: getattr(run.recipe.how, name) for name in found["how"]} == found["how"]
     (folder / "done.json").unlink()
     again = edgeft(*call, "--resume")  # `auto` asked for anew is what was found
     assert again.returncode == 0, again.stderr
