@@ -40,9 +40,9 @@ from edgeft.train.progress import Progress
 from edgeft.train.schedule import Schedule
 
 if TYPE_CHECKING:
-    from edgeft.sparse.contribution import Calibration, FirstOrder, Sample
+    from edgeft.sparse.contribution import FirstOrder, Sample
 
-FORMAT = 2  # of what is kept in the cache
+FORMAT = 3  # of what is kept in the cache
 USED_RATE = 0.6  # of the measured rate of products that whole trials reach: norms, attention and unpacking take time
 MEASURE_S = 180.0  # for trials, where nothing is said
 WAYS = ("micro_batch_tokens", "recompute", "optimizer_state")  # what of `how` is chosen with the scheme
@@ -197,8 +197,8 @@ def pose(
         trials = worker.measure(first, arch, budget.measure_s)
         worker.done()
     lr = Schedule(len(train), recipe.train, shape.width).peak
-    calibration, correlation = _judge(first, trials, lr)
-    gain, small = _values(first, trials, calibration, lr)
+    correlation = _judge(first, trials, lr)
+    gain, small = _values(first, lr)
     numbers = {
         "model": Path(source).name,
         "sample": {
@@ -211,7 +211,6 @@ def pose(
         "first_order_biases": (lr * (first.biases.sum(1) + first.norms)).tolist(),
         "measured": trials,
         "rank_correlation": _finite(correlation),
-        "calibration": dataclasses.asdict(calibration),
         "contribution": gain[:, :, -1].tolist(),
         "contribution_biases": small.tolist(),
     }
@@ -338,9 +337,12 @@ class _Worker:
             from edgeft import pipeline
             from edgeft.model.block import padded
             from edgeft.model.pool import pool
+            from edgeft.train.trial import WARM_STEPS, warm_up
 
             self._stack = pipeline.load_stack(self.recipe, self.engine)
             pool.resize(padded(max(len(self.sample.forest.nodes(part)) for part in self.sample.every())))
+            self.progress.stage("warm-up", WARM_STEPS)
+            warm_up(self._stack, self.sample, self.recipe.train, self.recipe.how, lambda: self.progress.advance(1))
             self.progress.stage("forward", len(self.sample.every()))
             self.inputs.fill(self._stack, self.sample, lambda: self.progress.advance(1))
             self.progress.end()
@@ -449,36 +451,26 @@ def _first_of(trial: dict[str, Any], first: FirstOrder, lr: float) -> float:
     return lr * float(first.weights[trial["block"], TENSORS.index(trial["tensor"]), -1])
 
 
-def _judge(first: FirstOrder, trials: list[dict[str, Any]], lr: float) -> tuple[Calibration, float]:
-    """(how first order and measured gains go together, their rank correlation); of tensors."""
-    from edgeft.sparse.contribution import calibrate, rank_correlation
+def _judge(first: FirstOrder, trials: list[dict[str, Any]], lr: float) -> float:
+    """The rank correlation of the first order and what was measured, of tensors."""
+    from edgeft.sparse.contribution import rank_correlation
 
     for trial in trials:
         trial["first_order"] = _first_of(trial, first, lr)
-    tensors = [(trial["first_order"], trial["gain"]) for trial in trials if trial["tensor"] is not None]
-    expected, measured = [f for f, _ in tensors], [m for _, m in tensors]
-    return calibrate(expected, measured), rank_correlation(expected, measured)
+    tensors = [trial for trial in trials if trial["tensor"] is not None]
+    return rank_correlation([trial["first_order"] for trial in tensors], [trial["gain"] for trial in tensors])
 
 
-def _values(
-    first: FirstOrder, trials: list[dict[str, Any]], calibration: Calibration, lr: float
-) -> tuple[Floats, Floats]:
-    """(gain (depth, tensors, shares), gain of biases and norms (depth,)): measured where it was, else calibrated.
+def _values(first: FirstOrder, lr: float) -> tuple[Floats, Floats]:
+    """(gain (depth, tensors, shares), gain of biases and norms (depth,)), by the first order.
 
-    Their sum is far more than a loss has to give, since many tensors can learn the same; see evolve.POWER.
+    Trials judge it and do not replace it: a tensor that is tuned alone runs dry within a few steps, as it does not
+    among others. With gains corrected by trials, what was found for Banking77 came to a loss of 0.276 instead of 0.235.
     """
-    weights = calibration(lr * first.weights)
-    small = lr * (first.biases.sum(1) + first.norms)
-    ratios = []
-    for trial in trials:
-        if trial["tensor"] is None:
-            ratios.append(max(0.0, trial["gain"]) / max(trial["first_order"], 1e-12))
-            continue
-        row = weights[trial["block"], TENSORS.index(trial["tensor"])]
-        if row[-1] > 0:
-            row *= max(0.0, trial["gain"]) / row[-1]
-    small = small * float(np.mean(ratios)) if ratios else calibration(small)
-    return np.concatenate([np.zeros((*weights.shape[:2], 1)), weights], axis=2), small
+    weights = lr * first.weights
+    return np.concatenate([np.zeros((*weights.shape[:2], 1)), weights], axis=2), lr * (
+        first.biases.sum(1) + first.norms
+    )
 
 
 # ---------------------------------------------------------------- the scheme

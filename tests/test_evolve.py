@@ -38,7 +38,7 @@ def test_a_sum_over_parts() -> None:
     level[0, 1, 2], level[0, 2, 6] = 4, 1
     one = Schemes(level, np.array([1]), np.array([1]), np.array([1]))
     gains, costs = evolve.score(p, one)
-    assert gains[0] == pytest.approx(p.gain[1, 2, 4] ** 0.5 + (p.gain[2, 6, 1] + p.small_gain[2]) ** 0.5)
+    assert gains[0] == pytest.approx(p.gain[1, 2, 4] + p.gain[2, 6, 1] + p.small_gain[2])
     v, down = p.cost[0][1, 1, 4 * 5**2], p.cost[3][1, 2, 1]
     np.testing.assert_allclose(costs[0], p.fixed[1, 1] + v + down + p.small_cost[1, 2])
     added = p.change(one.way, one.expressed()[0], 1)[0]

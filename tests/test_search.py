@@ -35,6 +35,7 @@ from edgeft.run import Run
 from edgeft.sparse import contribution
 from edgeft.sparse import scheme as schemes
 from edgeft.sparse.evolve import SHARES, Schemes, score
+from edgeft.train import trial
 from edgeft.train.progress import Progress
 from tests.conftest import Edgeft, small_rows
 
@@ -134,6 +135,36 @@ def test_first_order_is_that_of_plain_autograd(tiny: Path, tmp_path: Path, compi
     assert (again.weights == found.weights).all()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_warmed_up_it_knows_more_and_is_frozen(tiny: Path, compiled: bool) -> None:
+    sample = contribution.draw(rows(8), rows(4, seed=1), seed=0)
+    stack = load(tiny, lean=compiled)
+    if compiled:
+        stack.kernels = stack.head.kernels = kernels.load()
+
+    def loss() -> float:
+        _, batch = sample.forest.batch(sample.parts[0])
+        with torch.no_grad():
+            return float(stack.head.loss(stack.top(stack.embed(batch.tokens), batch, 0), batch.targets))
+
+    before = loss()
+    told: list[int] = []
+    trial.warm_up(stack, sample, config.TrainConfig(optimizer="sgd"), config.HowConfig(), lambda: told.append(1))
+    assert loss() < before
+    assert len(told) == trial.WARM_STEPS
+    assert not stack.frugal
+    assert not any(p.requires_grad for p in stack.model.parameters())
+    for block in range(DEPTH):
+        linear = stack.linear(block, "q")
+        assert type(linear).__name__ == "PackedLinear"
+        assert linear.bias is not None
+        assert float(linear.bias.abs().max()) > 0
+    warm = loss()
+    with contribution.opened(stack, schemes.make(UpdateConfig(blocks="all", biases=True), DEPTH, "llama")):
+        pass
+    assert loss() == warm  # it stays so after a look at a scheme
+
+
 def test_noise_brings_nothing() -> None:
     torch.manual_seed(0)
     signal, noise = 0.2 * torch.randn(200, 200), [torch.randn(200, 200) for _ in range(4)]
@@ -169,16 +200,11 @@ def test_a_sample_is_drawn_by_its_seed_and_named_by_its_rows() -> None:
         contribution.draw(rows(1), [], seed=0)
 
 
-def test_ranks_and_calibration() -> None:
+def test_rank_correlation() -> None:
     assert contribution.ranks([3.0, 1.0, 3.0]).tolist() == [2.5, 1.0, 2.5]
     assert contribution.rank_correlation([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1.0)
     assert contribution.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
     assert math.isnan(contribution.rank_correlation([1, 2], [1, 2]))
-    first = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
-    found = contribution.calibrate(first, [3 * f**0.5 for f in first])
-    assert (found.factor, found.power, found.measured) == (pytest.approx(3.0), pytest.approx(0.5), 6)
-    assert found(np.array([4.0, -1.0])).tolist() == [pytest.approx(6.0), 0.0]
-    assert contribution.calibrate(first[:3], first[:3]) == contribution.Calibration()
 
 
 def test_candidates_begin_with_the_best_and_the_worst() -> None:
@@ -271,7 +297,6 @@ def need(tiny: Path, data: Path) -> tuple[float, float]:
     _, train, heldout, _ = pipeline.encode(recipe)
     posed = search.pose(recipe, train, heldout, search.Budget(math.inf, 1e9), 0, Progress())
     found = search.find(posed, 0)
-    assert all(share == 1 for row in found["shares"] for share in row)
     assert found["gain_share"] == pytest.approx(1.0)
     least = posed.costs.of(search._least(posed.costs), posed.costs.ways[0], math.inf)[1]
     return float(least), found["seconds"]

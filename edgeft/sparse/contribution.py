@@ -36,8 +36,6 @@ PART_TOKENS = 384  # of one pass: a trial from a low cut keeps activations of al
 # a quarter 53 %, half 74 %; chosen by the size of their weights 12, 26 and 46 %, no more than the first ones.
 CHOOSE = "gradient"
 SHARES = tuple(reversed(CHANNELS))  # 1/8, 1/4, 1/2, 1: of channels in their order, each holds the one before
-FEWEST = 5  # measured candidates that a line is drawn through
-POWERS = (0.3, 1.5)  # of a calibration; beyond these, noise has drawn the line
 
 Floats = npt.NDArray[np.float64]
 Tensor = torch.Tensor
@@ -300,29 +298,3 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     a, b = ranks(one) - (len(one) + 1) / 2, ranks(other) - (len(one) + 1) / 2
     size = math.sqrt(float(a @ a) * float(b @ b))
     return float(a @ b) / size if size else math.nan
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """measured gain ≈ factor · (first-order)^power."""
-
-    factor: float = 1.0
-    power: float = 1.0
-    measured: int = 0
-
-    def __call__(self, first: Floats) -> Floats:
-        return self.factor * np.maximum(first, 0.0) ** self.power
-
-
-def calibrate(first: Sequence[float], measured: Sequence[float]) -> Calibration:
-    """A straight line through the logarithms; what brought nothing cannot stand in it.
-
-    Of few candidates it is left as it is, which is near the truth: on SmolLM2-135M with SQuAD rows, tensors from the
-    first to the last rank gained 3.7 to 5.2 times their first order in six steps, a power of 1.06.
-    """
-    pairs = [(math.log(f), math.log(m)) for f, m in zip(first, measured, strict=True) if f > 0 and m > 0]
-    if len(pairs) < FEWEST or len({f for f, _ in pairs}) < FEWEST:
-        return Calibration()
-    x, y = np.array(pairs).T
-    power = float(np.clip(np.polyfit(x, y, 1)[0], *POWERS))
-    return Calibration(float(np.exp((y - power * x).mean())), power, len(pairs))

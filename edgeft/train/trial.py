@@ -1,23 +1,31 @@
 """A trial: a scheme tuned alone for a few steps, and what that brings on held-out rows.
 
 It begins at its own cut, from what the blocks below give, which is kept in files; the stack is as it was afterwards.
+Before any of them the model is warmed up, which is what the others begin from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
 from edgeft.config import HowConfig, TrainConfig
+from edgeft.model.header import BIASES
 from edgeft.model.stack import Stack
 from edgeft.plan import Shape
+from edgeft.sparse import scheme as schemes
 from edgeft.sparse.contribution import Inputs, Sample, opened
 from edgeft.sparse.scheme import Scheme
 from edgeft.train import optimizer as optimizers
+from edgeft.train.optimizer import Optimizer
 from edgeft.work import step_flops
 
 STEPS = 6
+WARM_STEPS = 16
+WARM_RATE = 2e-3  # as in `bias-norm`
 PARTS = 2  # of the sample, that make up a step
 
 
@@ -43,15 +51,7 @@ class Trials:
         with opened(self.stack, scheme) as parameters:
             optimizer = optimizers.make(parameters, self.train, self.how, self.stack.kernels)
             optimizer.set_rate(self.lr)
-            for step in range(STEPS):
-                places, total = _places(self.sample, step), 0.0
-                targets = sum(self.sample.forest.trained(self.sample.parts[place]) for place in places)
-                for place in places:
-                    loss = self._loss(scheme.cut, place) / targets
-                    total += float(loss.detach())
-                    with optimizer.last_pass(total) if place == places[-1] else nullcontext():
-                        loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
+            _tune(self.sample, optimizer, STEPS, lambda place: self._loss(scheme.cut, place))
             return base_loss - self.heldout_loss(scheme.cut)
 
     def _loss(self, cut: int, place: int) -> torch.Tensor:
@@ -59,6 +59,50 @@ class Trials:
         _, batch = self.sample.forest.batch(self.sample.every()[place])
         hidden = self.stack.top(self.inputs.read(cut, place), batch, cut)
         return self.stack.head.loss(hidden, batch.targets)
+
+
+def warm_up(stack: Stack, sample: Sample, train: TrainConfig, how: HowConfig, tell: Callable[[], None]) -> None:
+    """Biases and norms of all blocks, tuned for WARM_STEPS steps and left so; calls `tell` after each.
+
+    What an answer looks like is learned first, on all data in much the same places. Where it is known, gradients show
+    what is still to be learned.
+    """
+    blocks = range(stack.depth)
+    able = frozenset((block, tensor) for block in blocks for tensor in BIASES[stack.arch])
+    frugal, stack.frugal = stack.frugal, True
+    parameters = schemes.apply(stack, Scheme("sparse", {}, able, frozenset(blocks)), seed=0)
+    optimizer = optimizers.make(parameters, replace(train, optimizer="adamw"), how, stack.kernels)
+    optimizer.set_rate(WARM_RATE)
+
+    def loss(place: int) -> torch.Tensor:
+        _, batch = sample.forest.batch(sample.parts[place])
+        return stack.head.loss(stack.top(stack.embed(batch.tokens), batch, 0), batch.targets)
+
+    _tune(sample, optimizer, WARM_STEPS, loss, tell)
+    stack.frugal = frugal
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+        parameter.grad = None
+
+
+def _tune(
+    sample: Sample,
+    optimizer: Optimizer,
+    steps: int,
+    loss_of: Callable[[int], torch.Tensor],
+    tell: Callable[[], None] = lambda: None,
+) -> None:
+    """loss_of: the sum over the targets of one part."""
+    for step in range(steps):
+        places, total = _places(sample, step), 0.0
+        targets = sum(sample.forest.trained(sample.parts[place]) for place in places)
+        for place in places:
+            loss = loss_of(place) / targets
+            total += float(loss.detach())
+            with optimizer.last_pass(total) if place == places[-1] else nullcontext():
+                loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        tell()
 
 
 def _places(sample: Sample, step: int) -> list[int]:
