@@ -70,7 +70,7 @@ class Layer:
             out = pool.take(len(x), len(self.columns), x.dtype)
             if way.kernels is None:
                 return torch.index_select(x, 1, self.columns, out=out)
-            way.kernels.pick_columns(x, self.columns, out)  # five times as fast
+            way.kernels.pick_columns(x, self.columns, out)  # torch's own takes half of the time that it saves
             return out
         assert self.down is not None
         if self.lite and way.half and way.kernels is not None and way.kernels.projects(len(self.down)):
