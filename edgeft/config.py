@@ -86,8 +86,9 @@ class UpdateConfig:
     )
     blocks: Any = knob(
         "10%-67%",
-        "6 = top six; '11-19'; [3, 7]; '10%-67%' of the depth; 'all'; 'auto': blocks, tensors and channels found by "
-        "a backward pass over some rows before training, at no more cost than '10%-67%' has",
+        "6 = top six; '11-19'; [3, 7]; '10%-67%' of the depth; 'all'; 'auto': blocks, tensors, channels and biases "
+        "found from some of the rows before training, at no more cost than '10%-67%' has; that itself, where training "
+        "is shorter than the search",
     )
     tensors: list[str] = knob(list(TENSORS), "linear tensors of these blocks", choices=TENSORS)
     channels: float = knob(
@@ -137,6 +138,9 @@ class TrainConfig:
     lr: float = knob(2e-4, "peak learning rate", low=0.0)
     lr_width: int = knob(
         0, "the model width that lr was found at: other widths get lr × lr_width / width; 0 = lr as is", low=0
+    )
+    bias_lr: float = knob(
+        0.0, "peak learning rate of biases and norms, whatever the model's width; 0 = that of the weights", low=0.0
     )
     warmup: float = knob(0.05, "share of the steps with rising learning rate", low=0.0, high=1.0)
     final_lr: float = knob(0.05, "learning rate at the end, as a share of the peak", low=0.0, high=1.0)

@@ -245,6 +245,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
 
     if run.recipe.update.unknown:
         search.settle(run, budget_bytes, progress)
+    run.recipe.how = replace(run.recipe.how, **search.settled_how(run))
     rows, heldout = data_tokens.load(run.tokens, texts=False)
     source = model_source(run.recipe.model.path)
     shape = plan.shape_of(source, run.recipe.model.frozen)

@@ -140,6 +140,7 @@ class Run:
         self.metrics = path / "metrics.jsonl"
         self.done = path / "done.json"
         self.plan = path / "plan.json"
+        self.searched = path / "search.json"  # with update.blocks=auto
         self.exported = path / "export.json"
         self.evaluation = path / "eval.json"
         self.peaks = path / "peaks.json"  # bytes, by stage

@@ -78,7 +78,7 @@ def one(sets: list[str], folder: Path, args: argparse.Namespace) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder with train.jsonl and dev.jsonl")
-    parser.add_argument("--recipe", default="sparse-bp")
+    parser.add_argument("--recipe", default="sparse-rule")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--dev-rows", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=384)

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=30)
     args = parser.parse_args()
-    _, train, _, _ = pipeline.encode(config.load_recipe("sparse-bp"))
+    _, train, _, _ = pipeline.encode(config.load_recipe("sparse-rule"))
     forest = Forest(train)
     rows: list[int] = []
     for row in range(len(train)):

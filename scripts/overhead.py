@@ -35,7 +35,7 @@ STAND_IN = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="of the optimiser [default: the recipe's]")
-    parser.add_argument("--recipe", default="sparse-bp")
+    parser.add_argument("--recipe", default="sparse-rule")
     parser.add_argument("--disk", type=Path, help="where the run lies [default: the system's temporary folder]")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.disk) as place:

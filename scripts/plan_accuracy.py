@@ -30,7 +30,7 @@ from limits import write_rows
 from edgeft.model import demo_model
 
 MODELS = {"smollm2": "", "tinyllama": "tinyllama", "qwen": "qwen2.5", "random-3b": "llama3.2-3b"}
-RECIPES = ("sparse-bp", "bias-norm", "lora")
+RECIPES = ("sparse-rule", "bias-norm", "lora")
 TOKENS = (128, 512, 1024)
 STEP_TOKENS = 1024  # one full micro-batch; two for the longest rows
 BARS = {"memory": (0.15, 0.07), "time": (0.30, 0.30)}  # worst cell, median

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How soon a second run trains: seconds from the command to its first optimiser step, with the trunk's output cached.
 
-    scripts/second_run.py [--data DIR] [--rows 1000] [--recipe sparse-bp]
+    scripts/second_run.py [--data DIR] [--rows 1000] [--recipe sparse-rule]
 
 The first run computes the trunk; the second has another learning rate, so nothing else can be used again.
 """
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder with train.jsonl and dev.jsonl; none = the embedded set")
     parser.add_argument("--rows", type=int, default=1000)
-    parser.add_argument("--recipe", default="sparse-bp")
+    parser.add_argument("--recipe", default="sparse-rule")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--data")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--recipe", default="sparse-bp")
+    parser.add_argument("--recipe", default="sparse-rule")
     parser.add_argument("--set", action="append", default=[])
     args = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}

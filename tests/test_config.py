@@ -15,7 +15,7 @@ from edgeft import config
 from edgeft.config import Device, HowConfig, Recipe, apply_sets, build, load_device, load_recipe, resolve
 from edgeft.errors import ConfigError
 
-RECIPES = ["auto", "bias-norm", "cycle", "full", "lora", "qas-int8", "qlora", "sparse-bp", "tinytl"]
+RECIPES = ["bias-norm", "cycle", "full", "lora", "qas-int8", "qlora", "sparse-bp", "sparse-rule", "tinytl"]
 DEVICES = ["jetson-orin-nano", "laptop-16gb", "laptop-8gb", "mac-m-series", "rpi4", "rpi5", "rpi5-16gb"]
 MACHINE = "ram_bytes: 1000\nbudget_bytes: 500\n"
 
@@ -120,7 +120,7 @@ def test_recipe_in_another_encoding(tmp_path: Path) -> None:
     ("load", "name", "words"),
     [
         (load_recipe, "sparse_bp", ["unknown recipe `sparse_bp`", "did you mean `sparse-bp`?"]),
-        (load_recipe, "xyz", ["unknown recipe `xyz`", "known: auto, bias-norm, cycle, full, lora"]),
+        (load_recipe, "xyz", ["unknown recipe `xyz`", "known: bias-norm, cycle, full, lora"]),
         (load_recipe, "", ["unknown recipe ``"]),
         (load_recipe, "rpi5", ["unknown recipe `rpi5`"]),
         (load_recipe, "..", ["unknown recipe `..`"]),

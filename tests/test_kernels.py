@@ -402,7 +402,12 @@ KINDS = [("plain", "fp32"), ("plain", "8bit"), ("kernels", "fp32"), ("kernels", 
 
 
 def stepped(
-    by: str, how: HowConfig, steps: int, reload_after: int = -1, train: TrainConfig | None = None
+    by: str,
+    how: HowConfig,
+    steps: int,
+    reload_after: int = -1,
+    train: TrainConfig | None = None,
+    rates: tuple[float, float | None] = (1e-2, None),
 ) -> list[torch.Tensor]:
     torch.manual_seed(3)
     parameters = {"a.weight": torch.nn.Parameter(torch.randn(80, 67)), "b.bias": torch.nn.Parameter(torch.randn(67))}
@@ -410,7 +415,7 @@ def stepped(
     library = kernels.load() if by == "kernels" else None
     found = optimizer.make(parameters, train, how, library)
     for step in range(steps):
-        found.set_rate(1e-2 / (step + 1))
+        found.set_rate(*(rate and rate / (step + 1) for rate in rates))
         with found.last_pass(1.0):
             x = torch.full((3, 80), float(step + 1))
             ((x @ parameters["a.weight"]).tanh() * parameters["b.bias"]).sum().backward()  # type: ignore[no-untyped-call]
@@ -435,6 +440,16 @@ def test_its_state_comes_back(by: str, kind: str, in_place: bool) -> None:
     how = HowConfig(optimizer_state=kind, step_in_place=in_place)
     whole, broken = stepped(by, how, 4), stepped(by, how, 4, reload_after=1)
     assert all(torch.equal(a, b) for a, b in zip(whole, broken, strict=True))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("by", "optimizer"), [("plain", "adamw"), ("kernels", "adamw"), ("plain", "sgd")])
+def test_biases_and_norms_have_a_rate_of_their_own(by: str, optimizer: str, in_place: bool) -> None:
+    how, train = HowConfig(step_in_place=in_place), TrainConfig(clip=0.0, optimizer=optimizer)
+    slow, fast, both = (stepped(by, how, 1, train=train, rates=r) for r in ((1e-3, None), (1e-2, None), (1e-3, 1e-2)))
+    assert torch.equal(both[0], slow[0])
+    assert torch.equal(both[1], fast[1])
+    assert not torch.equal(slow[1], fast[1])
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])

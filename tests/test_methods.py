@@ -13,17 +13,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from edgeft import config, pipeline
 from edgeft.config import HowConfig, Recipe, TrainConfig, UpdateConfig, build
+from edgeft.data import tokens
+from edgeft.data.rows import Row
+from edgeft.data.tokens import Encoded
 from edgeft.data.tree import Forest, epoch_order
 from edgeft.errors import ConfigError
 from edgeft.export.hf import export_hf
 from edgeft.export.verify import MAX_KL
 from edgeft.model import kernels
-from edgeft.model.header import LINEARS
+from edgeft.model.header import BIASES, LINEARS
 from edgeft.model.hf import load_hf
 from edgeft.model.pool import _use_count, pool
 from edgeft.model.stack import Batch, Stack, load, weight_of
@@ -632,3 +636,26 @@ def test_every_method_exports_and_llamacpp_agrees(recipe: str, sets: list[str], 
     folder = export_hf(pipeline.model_source(None), schemes.updated(stack, scheme), tmp_path / "hf")
     _, rows = Forest(ROWS).batch([0, 1])
     assert near(load_hf(str(folder), "dense").logits(rows), stack.logits(rows)) < 5e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "frozen"), [("Llama", "nf4"), ("Llama", "int8"), ("Qwen2", "dense"), ("Qwen3", "nf4")]
+)
+def test_the_search_of_a_run_takes_any_model(
+    small: Callable[[str], Path], family: str, frozen: str, tmp_path: Path
+) -> None:
+    """Whatever layers it has, and whether there is a place for biases or not."""
+    recipe = config.load_recipe("sparse-bp")
+    recipe.model.path = str(small(family))
+    sets = [f"model.frozen={frozen}", "train.epochs=60", "train.batch_rows=4", "how.threads=1", "how.trunk_place=run"]
+    run = Run.start(tmp_path / "run", config.apply_sets(recipe, sets), False)
+    some = [Encoded(np.array([*IDS[n:], *IDS[:n]], np.int32), np.arange(len(IDS)) >= 8, Row([], [])) for n in range(16)]
+    tokens.save(run.tokens, some[:12], some[12:])
+    pipeline.train(run, Progress())
+    biased = {tensor for part in run.recipe.update.parts if part.biases for tensor in part.tensors}
+    assert biased == set(BIASES[family.lower()])
+    assert run.searched.is_file()
+    done = run.read_json(run.done)
+    assert done is not None
+    assert done["best_loss"] < done["base_loss"]

@@ -404,11 +404,15 @@ def test_killed_and_resumed(tiny: Path, data: Path, tmp_path: Path, edgeft: Edge
 # ---------------------------------------------------------------- update.blocks: auto
 
 
+def auto_call(tiny: Path, data: Path, folder: Path, epochs: int) -> list[Any]:
+    sets = [part for s in (f"train.epochs={epochs}", *SETS) for part in ("--set", s)]
+    return ["finetune", "--model", tiny, "--data", data, "--out", folder, *sets, "--until", "train", "--json"]
+
+
 @pytest.mark.slow
 def test_auto_finds_what_is_trained_and_keeps_it(tiny: Path, data: Path, tmp_path: Path, edgeft: Edgeft) -> None:
     folder = tmp_path / "run"
-    sets = [part for s in ("update.blocks=auto", "train.epochs=1", *SETS) for part in ("--set", s)]
-    call = ["finetune", "--model", tiny, "--data", data, "--out", folder, *sets, "--until", "train", "--json"]
+    call = auto_call(tiny, data, folder, 30)
     result = edgeft(*call)
     assert result.returncode == 0, result.stderr
     run = Run.open(folder)
@@ -419,11 +423,25 @@ def test_auto_finds_what_is_trained_and_keeps_it(tiny: Path, data: Path, tmp_pat
     assert json.loads(result.stdout)["trained_parameters"] == found["trained_parameters"]
     assert found["peak_bytes"] <= found["budget"]["memory_bytes"]
     assert found["seconds"] <= found["budget"]["time_s"]
-    assert {name: getattr(run.recipe.how, name) for name in found["how"]} == found["how"]
+    planned = json.loads((folder / "plan.json").read_text())
+    assert planned["trained_parameters"] == found["trained_parameters"]  # made anew for what was found
+    assert {name: planned["how"][name] for name in found["how"]} == found["how"]
     (folder / "done.json").unlink()
     again = edgeft(*call, "--resume")  # `auto` asked for anew is what was found
     assert again.returncode == 0, again.stderr
     assert Run.open(folder).recipe.update.parts == run.recipe.update.parts
+    assert json.loads((folder / "plan.json").read_text())["how"] == planned["how"]
+
+
+@pytest.mark.slow
+def test_a_short_run_is_not_searched_for(tiny: Path, data: Path, tmp_path: Path, edgeft: Edgeft) -> None:
+    result = edgeft(*auto_call(tiny, data, tmp_path / "run", 1))
+    assert result.returncode == 0, result.stderr
+    assert "it would take longer than this training" in result.stderr
+    recipe = Run.open(tmp_path / "run").recipe
+    assert [part.blocks for part in recipe.update.parts] == [UpdateConfig().blocks]
+    assert recipe.update.parts[0].tensors == config.load_recipe("sparse-rule").update.tensors
+    assert not (tmp_path / "run" / "search.json").exists()
 
 
 def test_auto_is_a_part_of_the_recipe() -> None:

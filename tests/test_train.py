@@ -54,6 +54,10 @@ def test_schedule() -> None:
     assert Schedule(10, scaled, width=2048).peak == pytest.approx(1e-3 * 576 / 2048)
     assert Schedule(10, scaled, width=576).peak == 1e-3
     assert Schedule(10, TrainConfig(lr=1e-3), width=2048).peak == 1e-3
+    assert Schedule(10, scaled, width=2048).bias_lr(0) == Schedule(10, scaled, width=2048).lr(0)
+    apart = Schedule(10, TrainConfig(lr=1e-3, lr_width=576, bias_lr=2e-3, warmup=0.0), width=2048)
+    assert apart.bias_lr(0) == 2e-3  # whatever the width
+    assert apart.bias_lr(2) / apart.lr(2) == pytest.approx(2e-3 / apart.peak)
 
 
 def test_it_learns_and_the_loss_is_written_down(data: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class Problem:
     cost: tuple[Floats, ...]  # of each group (ways, depth, places of all its genes as one number, 2)
     small_cost: Floats  # (ways, depth, 2)
     budget: Floats  # (2,); may be infinite
+    power: float = 1.0  # of what a block brings; below 1, the more of it is trained, the less does each part bring
 
     @property
     def depth(self) -> int:
@@ -44,7 +45,7 @@ class Problem:
 
     def every(self) -> float:
         """What training everything would bring."""
-        return float(self.gain[:, :, -1].sum() + self.small_gain.sum())
+        return float(((self.gain[:, :, -1].sum(1) + self.small_gain) ** self.power).sum())
 
     def first_cuts(self) -> Ints:
         """(ways,) the lowest cut from which on something can be trained; `depth` where there is none."""
@@ -128,12 +129,18 @@ class Found:
 def score(problem: Problem, schemes: Schemes) -> tuple[Floats, Floats]:
     """(gains (n,), costs (n, 2))."""
     level, biased = schemes.expressed()
-    block, tensor = np.arange(level.shape[1])[:, None], np.arange(level.shape[2])
-    gains: Floats = problem.gain[block, tensor, level].sum((1, 2)) + (biased * problem.small_gain).sum(1)
+    gains: Floats = (_contributions(problem, level, biased) ** problem.power).sum(1)
     way = schemes.way
     costs = problem.fixed[way, _lowest(level, biased)] + problem.costs(way, level)
     costs += (problem.small_cost[way] * biased[:, :, None]).sum(1)
     return gains, costs
+
+
+def _contributions(problem: Problem, level: Ints, biased: Bools) -> Floats:
+    """(n, depth) what is trained in a block, added up."""
+    block, tensor = np.arange(level.shape[1])[:, None], np.arange(level.shape[2])
+    found: Floats = problem.gain[block, tensor, level].sum(2) + biased * problem.small_gain
+    return found
 
 
 def _lowest(level: Ints, biased: Bools) -> Ints:
@@ -167,10 +174,12 @@ def random_schemes(problem: Problem, count: int, random: np.random.Generator) ->
     return Schemes(level, biased, cut, way)
 
 
-def _worth(problem: Problem, level: Ints, by: int, cost: Floats) -> Floats:
+def _worth(problem: Problem, level: Ints, biased: Bools, by: int, cost: Floats) -> Floats:
     """(n, depth, tensors) the logarithm of what going up or down by one place brings or loses, for its cost."""
     block, tensor = np.arange(level.shape[1])[:, None], np.arange(level.shape[2])
-    gain = problem.gain[block, tensor, np.clip(level + by, 0, TOP)] - problem.gain[block, tensor, level]
+    now = _contributions(problem, level, biased)[:, :, None]
+    change = problem.gain[block, tensor, np.clip(level + by, 0, TOP)] - problem.gain[block, tensor, level]
+    gain = np.maximum(now + change, 0.0) ** problem.power - now**problem.power
     shares = (np.abs(cost) / problem.budget).sum(-1)
     worth: Floats = np.log(np.maximum(np.abs(gain), 1e-300)) - np.log(np.maximum(shares, 1e-12))
     return worth
@@ -189,10 +198,10 @@ def repair(problem: Problem, schemes: Schemes, random: np.random.Generator, guid
         rows = np.flatnonzero((over > 0).any(1))
         if not len(rows):
             return now
-        alive, _ = now.take(rows).expressed()
+        alive, biased = now.take(rows).expressed()
         saved = -problem.change(way[rows], alive, -1)
         order = random.standard_normal(alive.shape) * JITTER
-        order = order + _worth(problem, alive, -1, saved) if guided else order
+        order = order + _worth(problem, alive, biased, -1, saved) if guided else order
         chosen = _until(np.where(alive > 0, order, np.inf), saved, over[rows])
         level[rows] = np.where(chosen & (alive > 0), level[rows] - 1, level[rows])
     now = replace(schemes, level=level)
@@ -224,7 +233,7 @@ def refill(
     added = problem.change(schemes.way, level, 1)
     lowest = np.where((level.any(2) | biased).any(1), _lowest(level, biased), schemes.cut)
     able = (level < TOP) & (block >= lowest[:, None, None]) & (added <= left[:, None, None]).all(-1)
-    order = -_worth(problem, level, 1, added)
+    order = -_worth(problem, level, biased, 1, added)
     if random is not None:
         order = order + JITTER * random.standard_normal(level.shape)
     places = np.argsort(np.where(able, order, np.inf).reshape(rows, -1), axis=1)

@@ -151,7 +151,8 @@ class Trainer:
             self.optimizer.clear()
         for layer in layers:
             layer.choose()
-        spare.trim(always=True)  # it was done in plain torch, outside the pool
+        pool.resize(pool.rows)  # it took buffers of other widths than training does
+        spare.trim(always=True)  # and most of it was done in plain torch, outside the pool
         self.progress.line(f"channels chosen by the gradients of {min(CHOOSING_ROWS, len(order))} rows")
 
     # ------------------------------------------------ one step
@@ -283,7 +284,7 @@ class Trainer:
         while self.step < schedule.steps:
             begin = self.governor.worked_s()
             lr = schedule.lr(self.step) * self.guard.rate
-            self.optimizer.set_rate(lr)
+            self.optimizer.set_rate(lr, schedule.bias_lr(self.step) * self.guard.rate)
             self._take_turn()
             try:
                 passed = self.backward(self.step_rows(self.step), stopping)

@@ -28,14 +28,18 @@ class Optimizer:
     def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, how: HowConfig) -> None:
         self.parameters, self.train, self.in_place = parameters, train, how.step_in_place
         self.names = {parameter: name for name, parameter in parameters.items()}
-        self.lr = train.lr
+        self.lr = self.bias_lr = train.lr
         self.kept: dict[str, dict[str, Any]] = {}  # by a parameter's name: tensors and numbers
         self._squares, self._seen = 0.0, 0  # of the gradients seen so far in this step, and how many numbers they have
         self.norm: float | None = None  # of the step before, where tensors are updated in place
         self._good = True  # the step's loss is a number
 
-    def set_rate(self, lr: float) -> None:
-        self.lr = lr
+    def set_rate(self, lr: float, bias_lr: float | None = None) -> None:
+        """bias_lr: of biases and norms; None: the same."""
+        self.lr, self.bias_lr = lr, lr if bias_lr is None else bias_lr
+
+    def rate(self, parameter: torch.Tensor) -> float:
+        return self.bias_lr if parameter.dim() == 1 else self.lr
 
     @contextmanager
     def last_pass(self, loss: float) -> Iterator[None]:
@@ -171,7 +175,7 @@ class Compiled(Optimizer):
                     kept["scales"] = torch.zeros(-(-parameter.numel() // GROUP), 2)
             kept["step"] += 1.0
             rule = Rule(
-                self.lr, t.beta1, t.beta2, EPS, t.weight_decay,
+                self.rate(parameter), t.beta1, t.beta2, EPS, t.weight_decay,
                 1 - t.beta1 ** kept["step"], 1 - t.beta2 ** kept["step"], factor,
                 zlib.crc32(f"{t.seed} {kept['step']:.0f} {name}".encode()),
             )  # fmt: skip
@@ -190,7 +194,7 @@ class Plain(Optimizer):
                 "`how.optimizer_state: bf16` needs edgeft's kernels", "--set how.compile=on, or optimizer_state=8bit"
             )
         groups = [[p] for p in parameters.values()] if self.in_place else [list(parameters.values())]
-        self.parts = [_adamw(group, train, how) for group in groups]
+        self.parts = [_adamw(_by_rate(group), train, how) for group in groups]
         self.of = {name: self.parts[number if self.in_place else 0] for number, name in enumerate(parameters)}
 
     def _square(self, gradient: torch.Tensor) -> float:
@@ -205,7 +209,7 @@ class Plain(Optimizer):
                 gradient.mul_(factor)
         for part in {id(part): part for part in map(self.of.__getitem__, names)}.values():
             for group in part.param_groups:
-                group["lr"] = self.lr
+                group["lr"] = self.rate(group["params"][0])
             part.step()
         for name in names:  # torch keeps its state by parameter
             self.kept[name] = self.of[name].state[self.parameters[name]]
@@ -251,7 +255,7 @@ class Sgd(Optimizer):
                 if name not in self.kept:
                     self.kept[name] = {"first": torch.zeros_like(parameter)}
                 step = self.kept[name]["first"].mul_(self.train.momentum).add_(step)
-            parameter.sub_(step, alpha=self.lr)
+            parameter.sub_(step, alpha=self.rate(parameter))
 
 
 def make(parameters: dict[str, nn.Parameter], train: TrainConfig, how: HowConfig, kernels: Kernels | None) -> Optimizer:
@@ -260,7 +264,13 @@ def make(parameters: dict[str, nn.Parameter], train: TrainConfig, how: HowConfig
     return Compiled(parameters, train, how, kernels) if kernels else Plain(parameters, train, how)
 
 
-def _adamw(parameters: list[nn.Parameter], train: TrainConfig, how: HowConfig) -> Any:
+def _by_rate(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """torch's groups: weights, and biases and norms."""
+    groups = [[p for p in parameters if (p.dim() == 1) == small] for small in (False, True)]
+    return [{"params": group} for group in groups if group]
+
+
+def _adamw(parameters: list[dict[str, Any]], train: TrainConfig, how: HowConfig) -> Any:
     settings = {"lr": train.lr, "betas": (train.beta1, train.beta2), "weight_decay": train.weight_decay}
     if how.optimizer_state == "8bit":
         from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]

@@ -56,10 +56,10 @@ class Qas(Optimizer):
         self.others = optimizer.make(others, recipe.train, how, kernels) if others else None
         self.taken = 0  # steps: what rounding draws depends on it
 
-    def set_rate(self, lr: float) -> None:
-        super().set_rate(lr)
+    def set_rate(self, lr: float, bias_lr: float | None = None) -> None:
+        super().set_rate(lr, bias_lr)
         if self.others:
-            self.others.set_rate(lr)
+            self.others.set_rate(lr, bias_lr)
 
     # ------------------------------------------------ one step
 

@@ -25,6 +25,11 @@ class Schedule:
         return self.train.lr * self.train.lr_width / self.width if scaled else self.train.lr
 
     @property
+    def bias_peak(self) -> float:
+        """Of biases and norms: they are in no sum over a width."""
+        return self.train.bias_lr or self.peak
+
+    @property
     def per_epoch(self) -> int:
         return -(-self.rows // self.train.batch_rows)
 
@@ -34,13 +39,19 @@ class Schedule:
         return min(steps, self.train.steps) if self.train.steps else steps
 
     def lr(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to final_lr × lr."""
-        peak, warm = self.peak, max(1, round(self.train.warmup * self.steps))
+        return self.peak * self._share(step)
+
+    def bias_lr(self, step: int) -> float:
+        return self.bias_peak * self._share(step)
+
+    def _share(self, step: int) -> float:
+        """Of the peak: linear warm-up, then half a cosine down to final_lr."""
+        warm = max(1, round(self.train.warmup * self.steps))
         if step < warm:
-            return peak * (step + 1) / warm
+            return (step + 1) / warm
         share = (step - warm) / max(1, self.steps - warm)
         low = self.train.final_lr
-        return peak * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
     def validate_after(self) -> set[int]:
         """Counts of finished steps after which the held-out loss is taken; the end is one of them."""

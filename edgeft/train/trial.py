@@ -21,6 +21,7 @@ from edgeft.sparse.contribution import Inputs, Sample, opened
 from edgeft.sparse.scheme import Scheme
 from edgeft.train import optimizer as optimizers
 from edgeft.train.optimizer import Optimizer
+from edgeft.train.schedule import Schedule
 from edgeft.work import step_flops
 
 STEPS = 6
@@ -30,13 +31,11 @@ PARTS = 2  # of the sample, that make up a step
 
 
 class Trials:
-    """Trials over one sample, all at the same learning rate."""
+    """Trials over one sample, all at the peak of the same learning rates."""
 
-    def __init__(
-        self, stack: Stack, sample: Sample, inputs: Inputs, train: TrainConfig, how: HowConfig, lr: float
-    ) -> None:
+    def __init__(self, stack: Stack, sample: Sample, inputs: Inputs, rates: Schedule, how: HowConfig) -> None:
         self.stack, self.sample, self.inputs = stack, sample, inputs
-        self.train, self.how, self.lr = train, how, lr
+        self.rates, self.how = rates, how
 
     def heldout_loss(self, cut: int) -> float:
         """Mean nats per target over the held-out rows, of the stack as it is."""
@@ -49,8 +48,8 @@ class Trials:
     def gain(self, scheme: Scheme, base_loss: float) -> float:
         """By how much the held-out loss falls."""
         with opened(self.stack, scheme) as parameters:
-            optimizer = optimizers.make(parameters, self.train, self.how, self.stack.kernels)
-            optimizer.set_rate(self.lr)
+            optimizer = optimizers.make(parameters, self.rates.train, self.how, self.stack.kernels)
+            optimizer.set_rate(self.rates.peak, self.rates.bias_peak)
             _tune(self.sample, optimizer, STEPS, lambda place: self._loss(scheme.cut, place))
             return base_loss - self.heldout_loss(scheme.cut)
 
@@ -83,6 +82,11 @@ def warm_up(stack: Stack, sample: Sample, train: TrainConfig, how: HowConfig, te
     for parameter in parameters.values():
         parameter.requires_grad_(False)
         parameter.grad = None
+
+
+def warm_tokens(sample: Sample) -> int:
+    """That a warm-up goes through."""
+    return sum(sample.tokens([sample.parts[place]]) for step in range(WARM_STEPS) for place in _places(sample, step))
 
 
 def _tune(
