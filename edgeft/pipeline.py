@@ -109,6 +109,10 @@ def prepare(
     dataset, train, heldout, dropped = encode(run.recipe)
     if budget_bytes:
         make_plan(run, train, heldout, budget_bytes, progress, fit=fit)
+    if run.recipe.update.unknown:
+        from edgeft import search
+
+        search.rule_if_short(run, train, heldout, progress)
     data_tokens.save(run.tokens, train, heldout)
     counts = {
         "train_rows": len(train),
@@ -393,7 +397,7 @@ def chat_file(target: Path) -> Path:
 def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0, fit: bool = False) -> None:
     """One stage of `edgeft finetune`, in the process that stage.py gave it; what comes out stands in the run folder."""
     source = model_source(run.recipe.model.path)
-    if name in ("export", "eval"):
+    if name in ("search", "export", "eval"):
         from edgeft.train.governor import Governor
 
         Governor(run, progress).between()  # the train stage asks between micro-batches; these at their start

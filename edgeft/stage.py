@@ -77,7 +77,7 @@ def finetune(
     result: dict[str, Any] = {"run": str(run.path)}
     if "train" in wanted:
         result |= read_json(run.done) or {}
-    result["peaks"] = {name: peaks[name] for name in wanted if name in peaks}
+    result["peaks"] = {name: peaks[name] for name in peaks if name in (*wanted, "search")}
     if limit is not None:
         result["limit"] = {"bytes": limit.bytes, "by": limit.kind}
     if "export" in wanted:

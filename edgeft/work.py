@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from edgeft.plan import Shape
     from edgeft.sparse.scheme import Scheme
 
+# What a search looks at, in tokens of the forest: about a minute for a model of 135 M parameters on two cores
+SAMPLE_TOKENS, HELDOUT_TOKENS = 6144, 3072
+PART_TOKENS = 384  # of one pass: a trial from a low cut keeps activations of all blocks above it
+WARM_STEPS = 16  # of biases and norms, before it looks
+STEP_PARTS = 2  # of the sample, that make up a step
 ATTENTION_BACK = 2.5  # products of its backward pass over those of the forward pass: five against two
 
 
@@ -44,3 +49,21 @@ def step_flops(
             elif share:
                 updated += 2.0 * outputs * channel_count(share, inputs) * rows
     return forward + above + updated + (1 + ATTENTION_BACK) * attention + 2 * head
+
+
+def part_tokens(sample_tokens: int) -> int:
+    """Of one pass over a sample: both of its halves have rows, even if it is small."""
+    return min(PART_TOKENS, max(1, sample_tokens // 4))
+
+
+def search_tokens(train_tokens: int, heldout_tokens: int) -> float:
+    """Tokens whose forward pass through all blocks is as much work as a search without trials."""
+    sample = min(SAMPLE_TOKENS, train_tokens)
+    warm = WARM_STEPS * STEP_PARTS * part_tokens(sample)
+    # warm-up: forward, most of it again, and back; then forward, and block by block again, back, and for weights
+    return 4 * warm + (1 + 4) * sample + min(HELDOUT_TOKENS, heldout_tokens)
+
+
+def search_pays(train_tokens: int, heldout_tokens: int, epochs: float) -> bool:
+    """Is training more work than the search before it?"""
+    return 3 * train_tokens * epochs > search_tokens(train_tokens, heldout_tokens)

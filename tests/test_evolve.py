@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -90,6 +92,26 @@ def test_a_budget_without_a_limit() -> None:
     found = evolve.evolve(p, 0, evolve.greedy(p), rounds=5)
     assert (found.level == 4).all()
     assert found.biased == 12
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_first_blocks_can_be_left_alone(seed: int) -> None:
+    p = replace(problem(seed, bytes_=1e6, seconds=1e6), lowest=3)
+    start = evolve.greedy(p)
+    for found in (evolve.evolve(p, seed, start, rounds=10), evolve.random_search(p, 200, seed)):
+        assert not found.level[:3].any()
+        assert found.level[3:].any()
+        assert found.biased <= 9
+
+
+def test_together_a_block_brings_less() -> None:
+    p = problem(0, depth=3)
+    level = np.zeros((1, 3, 7), np.int64)
+    level[0, 1, :2] = 4
+    one = Schemes(level, np.array([0]), np.array([1]), np.array([0]))
+    both = p.gain[1, 0, 4] + p.gain[1, 1, 4]
+    assert evolve.score(replace(p, power=0.7), one)[0][0] == pytest.approx(both**0.7)
+    assert replace(p, power=0.5).every() == pytest.approx(np.sqrt(p.gain[:, :, -1].sum(1) + p.small_gain).sum())
 
 
 def test_where_there_is_room() -> None:

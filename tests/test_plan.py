@@ -23,7 +23,7 @@ from edgeft.model import block, kernels
 from edgeft.model.kernels import UNPACKED
 from edgeft.model.pool import pool
 from edgeft.model.stack import load
-from edgeft.plan import buffers, fit, memory, seconds
+from edgeft.plan import buffers, fit, memory, seconds, show
 from edgeft.plan.fit import Job, Machine
 from edgeft.plan.rows import Load
 from edgeft.plan.seconds import Rates
@@ -258,16 +258,32 @@ def test_parts_are_thinned_out(model: Path) -> None:
 
 
 def test_time_follows_work_and_rates(model: Path) -> None:
-    one = job(model, "sparse-bp")
+    one = job(model, "sparse-rule")
     faster = dataclasses.replace(MACHINE, rates=dataclasses.replace(MACHINE.rates, fp32=4e11, bf16=8e11, copy=4e10))
     twice = Job(one.recipe, one.shape, one.load, faster)
     took = [sum(j.clock().stages(0)[stage] for stage in ("trunk", "train")) for j in (one, twice)]
     assert 0.45 < took[1] / took[0] < 0.75  # starting and writing take as long as before
-    longer = job(model, "sparse-bp", rows=64)
+    longer = job(model, "sparse-rule", rows=64)
     assert longer.load.steps == 2 * one.load.steps
     assert 1.5 < longer.clock().stages(0)["train"] / one.clock().stages(0)["train"] < 2.1
     again = one.with_how(dataclasses.replace(one.recipe.how, recompute=True))
     assert 1.1 < again.seconds() / one.seconds() < 1.5
+
+
+def test_a_search_takes_its_time_where_it_pays(model: Path) -> None:
+    """A short run is not searched for, and a recipe that knows what it trains neither."""
+    searched, rule = job(model, "sparse-bp", "train.epochs=60"), job(model, "sparse-rule", "train.epochs=60")
+    assert searched.peak(GIB) == rule.peak(GIB)
+    took = searched.clock().stages(0)
+    assert took["search"] > 1.0
+    assert searched.seconds() - rule.seconds() == pytest.approx(took["search"])
+    _, plan = fit.make(searched, 64 * GIB)
+    assert plan["search_seconds"] == pytest.approx(took["search"], abs=0.1)
+    assert any("what is trained is found first" in line for line in show.lines(plan))
+    short = fit.make(job(model, "sparse-bp", "train.steps=1"), 64 * GIB)[1]
+    assert short["search_seconds"] == 0
+    assert not any("found first" in line for line in show.lines(short))
+    assert "search" not in rule.clock().stages(0)
 
 
 def test_rates_are_measured_ones_or_a_profiles(monkeypatch: pytest.MonkeyPatch) -> None:

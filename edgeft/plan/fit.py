@@ -388,6 +388,7 @@ def _told(asked: Job, chosen: Job, budget_bytes: int, changed: list[str]) -> dic
             for name, terms in stages.items()
         },
         "seconds": round(sum(took.values()), 1) if machine.timed else None,
+        "search_seconds": round(took.get("search", 0.0), 1) if machine.timed else None,  # before training
         "bound": clock.bound(),
         "disk": disk_bytes(chosen),
         "machine": {

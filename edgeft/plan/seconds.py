@@ -18,7 +18,8 @@ from edgeft.plan.memory import VERIFY_ROWS, Engine, state_bytes
 from edgeft.plan.rows import Load, Pass, total
 from edgeft.plan.shape import Shape, trained_parameters
 from edgeft.sparse.scheme import Scheme
-from edgeft.work import ATTENTION_BACK, step_flops
+from edgeft.train.schedule import Schedule
+from edgeft.work import ATTENTION_BACK, search_pays, search_tokens, step_flops
 
 # Shares of doctor's rates that the kernels reach inside a step, measured on two cores with AVX-512.
 PRODUCTS = 0.9  # of the trial's product: layers are of other sizes
@@ -196,6 +197,8 @@ class Clock:
             start += 4 * self.shape.depth * self.shape.block_parameters / DENSE_BYTES
         if self.scheme.cut and recipe.how.trunk == "cache":
             found["trunk"] = self._trunk_stage()
+        if recipe.update.unknown:
+            found["search"] = self._search_stage(start)
         found["train"] = start + self._train_stage()
         found["export"] = start + self._export_stage(exported_bytes)
         found["eval"] = START_S["eval"] + self._eval_stage()
@@ -208,6 +211,15 @@ class Clock:
         cached = load.tree_tokens * self.shape.width
         written = 2 * cached * (1 if how.trunk_order == "rows" else 1 + 4 * self.scheme.cut)
         return seconds + self._add("disk", self.rates.to_disk(written))
+
+    def _search_stage(self, start: float) -> float:
+        """Before training; 0 where it does not pay."""
+        load, shape = self.load, self.shape
+        tokens = load.train_tree_tokens, max(0, load.tree_tokens - load.train_tree_tokens)
+        if not search_pays(*tokens, Schedule(load.train_rows, self.recipe.train).passes):
+            return 0.0
+        flops = 2.0 * shape.depth * shape.block_parameters * search_tokens(*tokens)
+        return start + self._add("matrix products", self._products(flops, self.engine.half))
 
     def _train_stage(self) -> float:
         load, recipe = self.load, self.recipe

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from edgeft.config import UpdateConfig
 from edgeft.plan.memory import GIVES_WAY, TERMS
 from edgeft.report.words import count, duration, size
 
@@ -93,6 +94,11 @@ def lines(plan: dict[str, Any]) -> list[str]:
         f"{count(plan['trained_parameters'])} trained parameters",
         "disk: " + ", ".join(f"{what} {size(bytes_)}" for what, bytes_ in disk.items() if bytes_),
     ]
+    if plan["search_seconds"]:
+        found.append(
+            f"search: what is trained is found first, in about {duration(plan['search_seconds'])}; all else is for "
+            f"blocks {UpdateConfig().blocks}, which it may not exceed"
+        )
     if plan["seconds"] is not None:
         by = ", ".join(f"{name} {duration(stage['seconds'])}" for name, stage in plan["stages"].items())
         found.append(

@@ -28,10 +28,8 @@ from edgeft.model.header import BIASES, LINEARS, NORMS
 from edgeft.model.stack import Batch, Stack, _set
 from edgeft.sparse import scheme as schemes
 from edgeft.sparse.scheme import Scheme, channel_count
+from edgeft.work import HELDOUT_TOKENS, PART_TOKENS, SAMPLE_TOKENS, part_tokens
 
-SAMPLE_TOKENS = 6144  # of the forest: about a minute for a model of 135 M parameters on two cores
-HELDOUT_TOKENS = 3072
-PART_TOKENS = 384  # of one pass: a trial from a low cut keeps activations of all blocks above it
 # Channels are chosen by their gradients. On SmolLM2-135M with SQuAD rows an eighth of them brings 34 % of what all do,
 # a quarter 53 %, half 74 %; chosen by the size of their weights 12, 26 and 46 %, no more than the first ones.
 CHOOSE = "gradient"
@@ -79,8 +77,7 @@ def draw(train: Sequence[Encoded], heldout: Sequence[Encoded], seed: int, tokens
     held = _within(Forest(others), np.random.default_rng(seed).permutation(len(others)).tolist(), HELDOUT_TOKENS)
     forest = Forest([train[i] for i in chosen] + [others[i] for i in held])
     rows = list(range(len(chosen)))
-    size = min(PART_TOKENS, max(1, len(forest.nodes(rows)) // 4))  # both halves have rows even of a small sample
-    parts = list(forest.micro_batches(rows, size))
+    parts = list(forest.micro_batches(rows, part_tokens(len(forest.nodes(rows)))))
     places = np.random.default_rng(seed).permutation(len(parts))
     last = list(range(len(chosen), len(chosen) + len(held)))
     return Sample(forest, [parts[i] for i in places], list(forest.micro_batches(last, PART_TOKENS)))

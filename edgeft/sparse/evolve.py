@@ -39,6 +39,8 @@ class Problem:
     budget: Floats  # (2,); may be infinite
     power: float = 1.0  # of what a block brings; below 1, the more of it is trained, the less does each part bring
 
+    lowest: int = 0  # the first block that may be trained
+
     @property
     def depth(self) -> int:
         return len(self.gain)
@@ -57,7 +59,7 @@ class Problem:
             for place in range(len(group))
         ]
         below: Ints = np.cumprod(np.any(rooms, axis=0)[:, ::-1], 1).sum(1)  # blocks from the top down that have room
-        return self.depth - below
+        return np.maximum(self.depth - below, self.lowest)
 
     def costs(self, way: Ints, level: Ints) -> Floats:
         """(n, 2) of the tensors alone."""

@@ -38,6 +38,11 @@ class Schedule:
         steps = max(1, math.ceil(self.train.epochs * self.per_epoch))
         return min(steps, self.train.steps) if self.train.steps else steps
 
+    @property
+    def passes(self) -> float:
+        """Over the rows: epochs, or fewer where `train.steps` ends it."""
+        return self.steps / self.per_epoch
+
     def lr(self, step: int) -> float:
         return self.peak * self._share(step)
 

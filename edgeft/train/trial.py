@@ -22,12 +22,10 @@ from edgeft.sparse.scheme import Scheme
 from edgeft.train import optimizer as optimizers
 from edgeft.train.optimizer import Optimizer
 from edgeft.train.schedule import Schedule
-from edgeft.work import step_flops
+from edgeft.work import STEP_PARTS, WARM_STEPS, step_flops
 
 STEPS = 6
-WARM_STEPS = 16
 WARM_RATE = 2e-3  # as in `bias-norm`
-PARTS = 2  # of the sample, that make up a step
 
 
 class Trials:
@@ -84,11 +82,6 @@ def warm_up(stack: Stack, sample: Sample, train: TrainConfig, how: HowConfig, te
         parameter.grad = None
 
 
-def warm_tokens(sample: Sample) -> int:
-    """That a warm-up goes through."""
-    return sum(sample.tokens([sample.parts[place]]) for step in range(WARM_STEPS) for place in _places(sample, step))
-
-
 def _tune(
     sample: Sample,
     optimizer: Optimizer,
@@ -112,7 +105,7 @@ def _tune(
 def _places(sample: Sample, step: int) -> list[int]:
     """The parts of a step: one after the other, and again from the first one."""
     count = len(sample.parts)
-    return [(PARTS * step + number) % count for number in range(min(PARTS, count))]
+    return [(STEP_PARTS * step + number) % count for number in range(min(STEP_PARTS, count))]
 
 
 def trial_flops(sample: Sample, shape: Shape, scheme: Scheme) -> float:
