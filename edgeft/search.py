@@ -574,8 +574,8 @@ def ranges(blocks: Sequence[int]) -> list[Any]:
 def rule_if_short(run: Run, rows: Sequence[Encoded], heldout: Sequence[Encoded], progress: Progress) -> None:
     """Where a search would take longer than training, the rule says what is trained."""
     update, rates = run.recipe.update, Schedule(len(rows), run.recipe.train)
-    tokens = (len(Forest(side, share=run.recipe.how.tree)) for side in (rows, heldout))
-    if not update.unknown or search_pays(*tokens, epochs=rates.passes):
+    train, held = (len(Forest(side, share=run.recipe.how.tree)) for side in (rows, heldout))
+    if not update.unknown or search_pays(train, held, rates.passes):
         return
     rule = UpdateConfig().blocks
     update.parts = [PartConfig(rule, update.tensors, update.channels, update.biases, update.norms)]
