@@ -64,6 +64,7 @@ def finetune(
                 continue
             if name == "train" and Run.open(run.path).recipe.update.unknown:
                 peaks["search"] = children.do("search")  # what it found stands in the run's recipe
+                write_json(run.peaks, peaks)
             try:
                 peaks[name] = children.do(name)
             except EdgeftError:
