@@ -19,9 +19,12 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from edgeft import __version__, config, offline
+from edgeft import __version__, config
 from edgeft.errors import ConfigError, EdgeftError
-from edgeft.screen import Screen
+from edgeft.formats.source import model_source
+from edgeft.host import offline
+from edgeft.host.profile import load_device, resolve
+from edgeft.ui.screen import Screen
 
 # Waiting compute threads spin for a moment only, then sleep. On a machine that does anything else, threads that spin
 # for long made llama.cpp ten times slower; sleeping at once (OMP_WAIT_POLICY=passive) made training 1.5 times slower.
@@ -59,7 +62,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on std
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Errors for people, with their exit codes."""
     try:
         yield
@@ -91,7 +94,7 @@ def command(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> None:
-            with told():
+            with exit_on_error():
                 function(*args, **kwargs)
 
         return app.command(*names)(guarded)
@@ -139,21 +142,21 @@ def finetune(
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune, export to GGUF, and compare before and after. With no model and data: the embedded ones."""
-    from edgeft import stage
-    from edgeft.run import Run, model_source
+    from edgeft.pipeline import finetune
+    from edgeft.run.folder import Run
 
-    if until not in stage.STAGES:
-        raise ConfigError(f"unknown stage `{until}`", f"known: {', '.join(stage.STAGES)}")
+    if until not in finetune.STAGES:
+        raise ConfigError(f"unknown stage `{until}`", f"known: {', '.join(finetune.STAGES)}")
     folder = out_folder if str(out_folder) != "." else Path("runs") / Path(recipe or "sparse-bp").stem
     asked = {"how.threads": threads, "governor.schedule": schedule, "how.keep_data": False if no_keep_data else None}
     sets = [*(sets or []), *(f"{key}={value}" for key, value in asked.items() if value is not None)]
     choice, profile = _resolve(recipe, device, model, data, sets, folder if resume else None)
     budget = config.parse_size(memory) if memory else profile.budget_bytes
-    offline.go_if(no_network, model_source(choice.model.path), choice.data.path, choice.data.heldout)
+    offline.disable_network_if(no_network, model_source(choice.model.path), choice.data.path, choice.data.heldout)
     screen = Screen(err if as_json else out)
     run = Run.start(folder, choice, resume)
     screen.line(f"run {folder} · recipe {choice.name} · model {Path(model_source(choice.model.path)).name}")
-    result = stage.finetune(run, until, budget, to_stderr=as_json, fit=fit, enforce=enforce)
+    result = finetune.finetune(run, until, budget, to_stderr=as_json, fit=fit, enforce=enforce)
     if as_json:
         _print_json(result)
     elif result.get("eval"):
@@ -174,9 +177,9 @@ def _resolve(
     base: config.Recipe | None = None,
 ) -> tuple[config.Recipe, config.Device]:
     """Recipe, then the device's how, then the options; a resumed run starts from what it was made with, its base."""
-    profile = config.load_device(device or "auto")
+    profile = load_device(device or "auto")
     if resume is not None and (resume / "recipe.yaml").is_file():
-        from edgeft.run import Run
+        from edgeft.run.folder import Run
 
         base = Run.open(resume).recipe
     if base is not None:
@@ -189,7 +192,7 @@ def _resolve(
         if device is not None:
             config.use_profile(chosen, profile)
     else:
-        chosen, _ = config.resolve(recipe or "sparse-bp", device or "auto", [])
+        chosen, _ = resolve(recipe or "sparse-bp", device or "auto", [])
     if model is not None:
         chosen.model.path = model
     if data is not None:
@@ -219,16 +222,15 @@ def show_plan(
     as_json: JsonOption = False,
 ) -> None:
     """What a run would need: memory by stage and term, time, disk; and how it would fit. Nothing is computed."""
-    from edgeft.pipeline import plan_of
-    from edgeft.run import model_source
+    from edgeft.pipeline.planning import plan_of
 
     choice, profile = _resolve(recipe, device, model, data, sets, None)
-    offline.go_if(no_network, model_source(choice.model.path), choice.data.path, choice.data.heldout)
+    offline.disable_network_if(no_network, model_source(choice.model.path), choice.data.path, choice.data.heldout)
     found = plan_of(choice, profile, config.parse_size(memory) if memory else profile.budget_bytes, fit)
     if as_json:
         _print_json(found)
         return
-    from edgeft.plan.show import print_plan
+    from edgeft.ui.plan import print_plan
 
     print_plan(out, found)
 
@@ -259,36 +261,41 @@ def find_scheme(
     as_json: JsonOption = False,
 ) -> None:
     """Find what to update: which blocks, tensors and channels bring the most on these rows, within memory and time."""
-    from edgeft import pipeline, search
+    from edgeft.arch.check import check_model
+    from edgeft.pipeline import prepare
     from edgeft.report.heat import write_heat
+    from edgeft.search import problem
+    from edgeft.search.budget import Budget
+    from edgeft.search.files import Files
+    from edgeft.search.files import command as command_of
 
-    files = search.Files(output)
+    files = Files(output)
     before = files.start(resume)
     choice, profile = _resolve(recipe, device, model, data, sets, None, base=before.recipe if before else None)
-    budget = search.Budget.read(memory, time, measure, profile.budget_bytes, before.budget if before else None)
+    budget = Budget.read(memory, time, measure, profile.budget_bytes, before.budget if before else None)
     number = seed if seed is not None else before.seed if before else 0
-    source = pipeline.model_source(choice.model.path)
-    offline.go_if(no_network, source, choice.data.path, choice.data.heldout)
-    pipeline.check_model(source, choice.model.frozen)
+    source = model_source(choice.model.path)
+    offline.disable_network_if(no_network, source, choice.data.path, choice.data.heldout)
+    check_model(source, choice.model.frozen)
     screen = Screen(err if as_json else out)
     with screen:
         screen.line(f"search · recipe {choice.name} · model {Path(source).name}")
-        _, train, heldout, _ = pipeline.encode(choice)
+        _, train, heldout, _ = prepare.encode(choice)
         with files.noted(choice, budget, number):
             there = None if profile.name == "auto" else profile
-            posed = search.pose(choice, train, heldout, budget, number, screen, there, again)
-            found = search.find(posed, number)
+            posed = problem.build_problem(choice, train, heldout, budget, number, screen, there, again)
+            found = problem.find(posed, number)
     files.finish(choice, found)
     write_heat(found, files.picture)
     found["files"] = {"recipe": str(files.recipe), "picture": str(files.picture), "numbers": str(files.numbers)}
     if as_json:
         _print_json(found)
         return
-    from edgeft.screen import print_search
+    from edgeft.ui.screen import print_search
 
     print_search(out, found)
     out.print(
-        f"wrote {files.recipe} and {files.picture}\ntrain with it:  {search.command(choice, files.recipe)}",
+        f"wrote {files.recipe} and {files.picture}\ntrain with it:  {command_of(choice, files.recipe)}",
         soft_wrap=True,
         markup=False,
     )
@@ -323,7 +330,7 @@ def evaluate(
     from edgeft.evaluate import compare
 
     if no_network or not lm_eval:  # the harness fetches its tasks' data
-        offline.go_if(no_network, target, data, base, *compare.sources(target))
+        offline.disable_network_if(no_network, target, data, base, *compare.sources(target))
     if lm_eval and (suite or data):
         raise ConfigError("`--lm-eval` brings its own questions", "leave out --suite and --data")
     screen = Screen(err if as_json else out)
@@ -399,7 +406,7 @@ def report(
 ) -> None:
     """One self-contained HTML file that tells how the run went and what came of it."""
     from edgeft.report import write_card, write_report
-    from edgeft.run import Run
+    from edgeft.run.folder import Run
 
     run = Run.open(target)
     others = [Run.open(path) for path in compare or []]
@@ -425,15 +432,15 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write the tuned model as one GGUF file (with an Ollama Modelfile), a Hugging Face folder or a PEFT adapter."""
-    from edgeft import pipeline
-    from edgeft.run import Run
+    from edgeft.pipeline import export
+    from edgeft.run.folder import Run
 
     run = Run.open(target)
-    offline.go_if(no_network, pipeline.model_source(run.recipe.model.path))
+    offline.disable_network_if(no_network, model_source(run.recipe.model.path))
     place = output or run.path / ("model.gguf" if format == "gguf" else format)
     screen = Screen(err if as_json else out)
     with screen:
-        result = pipeline.export(run, format, type or run.recipe.export.type, place, screen)
+        result = export.export(run, format, type or run.recipe.export.type, place, screen)
     if as_json:
         _print_json(result)
     elif format != "gguf":
@@ -449,11 +456,11 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
 ) -> None:
     """Talk to the tuned model in the terminal, through llama.cpp."""
-    from edgeft import pipeline
-    from edgeft.chat import Chat
+    from edgeft.evaluate import chat
+    from edgeft.evaluate.chat import Chat
 
-    offline.go()  # a conversation needs nobody else
-    with Chat(pipeline.chat_file(target), system=system, temperature=temperature, max_new=max_tokens) as talk:
+    offline.disable_network()  # a conversation needs nobody else
+    with Chat(chat.chat_file(target), system=system, temperature=temperature, max_new=max_tokens) as talk:
         if prompt is not None:
             _answer(talk, prompt)
             return
@@ -489,20 +496,19 @@ def show_data(
     as_json: JsonOption = False,
 ) -> None:
     """What is in a data file, and what the model would see of it."""
-    from edgeft import pipeline
     from edgeft.data.inspect import look
     from edgeft.data.rows import load
-    from edgeft.model.tokenizer import open_tokenizer
+    from edgeft.formats.tokenizer import open_tokenizer
 
     recipe = config.apply_sets(config.Recipe(), [*(sets or [])])
     recipe.data.path = file
-    offline.go_if(no_network, pipeline.model_source(model), file, recipe.data.heldout)
+    offline.disable_network_if(no_network, model_source(model), file, recipe.data.heldout)
     dataset = load(recipe.data)
-    found = look(dataset, open_tokenizer(pipeline.model_source(model)), recipe.data)
+    found = look(dataset, open_tokenizer(model_source(model)), recipe.data)
     if as_json:
         _print_json(found)
         return
-    from edgeft.screen import print_data
+    from edgeft.ui.screen import print_data
 
     print_data(out, found)
 
@@ -513,13 +519,13 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """This machine: memory, cores, speed, sensors, and the profile that suits it."""
-    from edgeft.doctor import examine
+    from edgeft.host.doctor import examine
 
     found = examine(refresh=refresh)
     if as_json:
         _print_json(found)
         return
-    from edgeft.screen import print_doctor
+    from edgeft.ui.screen import print_doctor
 
     print_doctor(out, found)
 
@@ -538,7 +544,7 @@ def devices() -> None:
     """The shipped device profiles."""
     table = Table("device", "machine", "memory", "budget", "cores")
     for name in [*config.names("device"), "auto"]:
-        found = config.load_device(name)
+        found = load_device(name)
         table.add_row(
             name,
             found.about,
@@ -555,7 +561,7 @@ def show_cache(
     as_json: JsonOption = False,
 ) -> None:
     """What runs share: the output of frozen blocks, so that a second run on the same rows starts at once."""
-    from edgeft import cache
+    from edgeft.host import cache
 
     root = cache.trunks()
     roots = [folder for folder in (root, cache.searches()) if folder] if clear else []
@@ -569,7 +575,7 @@ def show_cache(
     if clear:
         out.print(f"freed {freed / 2**20:.1f} MiB" + (f"; {kept} in use and kept" if kept else ""))
         return
-    from edgeft.screen import print_cache
+    from edgeft.ui.screen import print_cache
 
     print_cache(out, str(root), rows)
 
@@ -590,9 +596,10 @@ def runs(
     if what and len(what) > 1:
         raise ConfigError(f"`edgeft runs` takes one folder, not {len(what)}", "`edgeft runs rm RUN…` takes runs away")
     folder = Path(what[0]) if what else Path("runs")
+    from edgeft.config import format_duration, format_size
     from edgeft.report.story import summary
-    from edgeft.report.words import METRICS, duration, size
-    from edgeft.run import runs as find
+    from edgeft.report.words import METRICS
+    from edgeft.run.folder import runs as find
 
     rows = [summary(run) for run in find(folder)]
     if as_json:
@@ -601,25 +608,25 @@ def runs(
     table = Table(Column("run", overflow="fold"), "recipe", "model", "rows", "held-out score", "memory", "time")
     for row in rows:  # a name is what the next command is told: never cut
         score, loss = row["score"], row["best_loss"]
-        told = row["state"]
+        exit_on_error = row["state"]
         if score is not None:
-            told = f"{METRICS[score['metric']]} {_arrow(score['metric'], score['base'], score['tuned'])}"
+            exit_on_error = f"{METRICS[score['metric']]} {_arrow(score['metric'], score['base'], score['tuned'])}"
         elif loss is not None:
-            told += f", loss {_arrow('loss', row['base_loss'], loss)}"
+            exit_on_error += f", loss {_arrow('loss', row['base_loss'], loss)}"
         table.add_row(
             row["run"],
             row["recipe"],
             row["model"].removesuffix(".gguf"),
             "" if row["train_rows"] is None else str(row["train_rows"]),
-            told,
-            "" if row["peak_bytes"] is None else size(row["peak_bytes"]),
-            "" if row["seconds"] is None else duration(row["seconds"]),
+            exit_on_error,
+            "" if row["peak_bytes"] is None else format_size(row["peak_bytes"]),
+            "" if row["seconds"] is None else format_duration(row["seconds"]),
         )
     out.print(table if rows else f"no runs in {folder}")
 
 
 def _remove_runs(names: list[str], yes: bool, as_json: bool) -> None:
-    from edgeft.run import Run
+    from edgeft.run.folder import Run
 
     if not names:
         raise ConfigError("`edgeft runs rm` needs the runs to take away", "for example `edgeft runs rm quickstart`")

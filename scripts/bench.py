@@ -45,13 +45,13 @@ import bench_peers as peers
 from bench_figures import NAMES, REFERENCE, BenchError
 from bench_meter import RATES, Tree, gemm_gflops
 
-from edgeft import device
 from edgeft.data import tokens
 from edgeft.errors import EdgeftError
 from edgeft.evaluate import compare
-from edgeft.model import demo_model, is_gguf
-from edgeft.run import replacing
-from edgeft.train.progress import Progress
+from edgeft.formats.source import demo_model, is_gguf
+from edgeft.host import device
+from edgeft.host.files import atomic_write
+from edgeft.run.progress import Progress
 
 PACKAGES = {
     "peft-lora": ("torch", "transformers", "peft", "accelerate"),
@@ -252,7 +252,7 @@ class Bench:
                 r["share_of_fp32_gemm"] = round(r["step_gflops"] / rate, 4)
         results = figures.merge(self.kept, self.new)
         found = {"gemm_gflops": rate, "gemm_gflops_by_shape": medians, "settings": self.settings, "results": results}
-        with replacing(self.args.out) as file:
+        with atomic_write(self.args.out) as file:
             file.write((json.dumps(found, indent=1) + "\n").encode())
         return results
 

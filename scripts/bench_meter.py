@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from edgeft import device
-from edgeft.model import compiled
+from edgeft.engine import compiled
+from edgeft.host import device
 
 SAMPLE_S = 0.1  # between looks at the memory of a process tree
 GEMMS = ((1024, 1024, 1024), (1024, 576, 1536))  # the first is what shares are of; the second is SmolLM2's FFN

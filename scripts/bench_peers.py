@@ -29,9 +29,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as edgeft does; before torch
 
 from bench_meter import hwm_bytes
 
-from edgeft import device
 from edgeft.data import tokens
 from edgeft.data.tokens import Encoded
+from edgeft.host import device
 
 RANK, ALPHA = 16, 32
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -220,7 +220,7 @@ def answer(name: str, args: argparse.Namespace) -> dict[str, float | None]:
     from peft import PeftModel
 
     from edgeft.evaluate import metrics
-    from edgeft.model.tokenizer import open_tokenizer
+    from edgeft.formats.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(args.tokenizer)
     model = PeftModel.from_pretrained(load_base(name, args.model), str(args.out / "best")).eval()

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from edgeft.formats.source import model_source
+
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
@@ -24,11 +26,10 @@ def choices(args: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
-    from edgeft import pipeline
     from edgeft.evaluate import compare
-    from edgeft.train.progress import Progress
+    from edgeft.run.progress import Progress
 
-    path = args.model or Path(pipeline.model_source(None))
+    path = args.model or Path(model_source(None))
     started = time.monotonic()
     found = compare.evaluate(str(path), str(args.file), None, args.rows, Progress(), "choice")["tuned"]
     print(

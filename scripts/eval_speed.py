@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from edgeft.formats.source import model_source
+
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line does
 
 
@@ -54,14 +56,13 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from edgeft import pipeline
     from edgeft.config import DataConfig
     from edgeft.evaluate import compare
     from edgeft.evaluate.suite import load_suite, read_items
-    from edgeft.model.tokenizer import open_tokenizer
-    from edgeft.train.progress import Progress
+    from edgeft.formats.tokenizer import open_tokenizer
+    from edgeft.run.progress import Progress
 
-    path = args.model or Path(pipeline.model_source(None))
+    path = args.model or Path(model_source(None))
     suite = load_suite("qa")
     suite.eval.max_new_tokens = args.max_new
     tokenizer = open_tokenizer(path)

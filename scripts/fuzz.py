@@ -157,8 +157,8 @@ JINJA_WORDS += (
 def _real_header() -> tuple[list[bytes], list[tuple[str, tuple[int, ...], int, int]], int]:
     """The embedded model's: (records, tensors as name, shape, type and offset, bytes of data), its vocabulary thinned
     to what makes an input quick; the data itself is a hole in the file."""
-    from edgeft.model import demo_model
-    from edgeft.model.gguf import ARRAY, GGUF, STRING, encode_record
+    from edgeft.formats.gguf import ARRAY, GGUF, STRING, encode_record
+    from edgeft.formats.source import demo_model
 
     path = demo_model()
     if path is None:
@@ -178,7 +178,7 @@ def _real_header() -> tuple[list[bytes], list[tuple[str, tuple[int, ...], int, i
 
 
 def _small_header() -> tuple[list[bytes], list[tuple[str, tuple[int, ...], int, int]], int]:
-    from edgeft.model.gguf import ARRAY, STRING, encode_record
+    from edgeft.formats.gguf import ARRAY, STRING, encode_record
 
     records = [encode_record("general.architecture", STRING, "llama")]
     numbers = {"block_count": 1, "embedding_length": 64, "attention.head_count": 2, "attention.head_count_kv": 1}
@@ -213,7 +213,7 @@ def _headers() -> list[tuple[list[bytes], list[tuple[str, tuple[int, ...], int, 
 
 def gguf_input(r: random.Random, small: float = 0.85, gentle: bool = False) -> tuple[bytes, int]:
     """(the head of a file, its size); the rest is zeros."""
-    from edgeft.model.gguf import SCALARS, encode_string
+    from edgeft.formats.gguf import SCALARS, encode_string
 
     records, tensors, size = _headers()[r.random() > small]
     records = list(records)
@@ -433,7 +433,7 @@ def run_input(r: random.Random) -> bytes:
 
 
 def read_gguf(path: Path) -> None:
-    from edgeft.model.header import check_file
+    from edgeft.arch.header import check_file
 
     gguf = check_file(path)
     for key in gguf.records:
@@ -442,7 +442,7 @@ def read_gguf(path: Path) -> None:
 
 
 def read_vocabulary(path: Path) -> None:
-    from edgeft.model.tokenizer import GgufTokenizer
+    from edgeft.formats.tokenizer import GgufTokenizer
 
     tokenizer = GgufTokenizer(path)
     tokenizer.decode(tokenizer.encode("Hello, wörld! 😀 <s>\x00 " + "a" * 100))
@@ -457,7 +457,7 @@ def read_rows(path: Path) -> None:
 
 def read_recipe(path: Path) -> None:
     from edgeft import config
-    from edgeft.sparse import scheme
+    from edgeft.methods import scheme
 
     recipe = config.load_recipe(str(path))
     config.apply_sets(recipe, [])
@@ -466,9 +466,9 @@ def read_recipe(path: Path) -> None:
 
 
 def read_device(path: Path) -> None:
-    from edgeft import config
+    from edgeft.host import profile
 
-    config.load_device(str(path))
+    profile.load_device(str(path))
 
 
 def read_suite(path: Path) -> None:
@@ -491,7 +491,7 @@ def read_checkpoint(path: Path) -> None:
 
 
 def read_weights(path: Path) -> None:
-    from edgeft.model.hf import Weights
+    from edgeft.formats.safetensors import Weights
 
     Weights(path.parent)
 
@@ -499,8 +499,8 @@ def read_weights(path: Path) -> None:
 def read_template(path: Path) -> None:
     from types import SimpleNamespace
 
-    from edgeft import sandbox
-    from edgeft.model.tokenizer import render
+    from edgeft.formats.tokenizer import render
+    from edgeft.host import sandbox
 
     sandbox.SECONDS = 2.0
     template = path.read_bytes().decode("utf-8", "replace")
@@ -509,17 +509,17 @@ def read_template(path: Path) -> None:
 
 
 def read_run(path: Path) -> None:
-    from edgeft import stage
+    from edgeft.pipeline import finetune
     from edgeft.report.story import summary
-    from edgeft.run import Run
+    from edgeft.run.folder import Run
 
     folder = path.parent / "run"
     folder.mkdir(exist_ok=True)
     for name, text in json.loads(path.read_bytes()).items():
         (folder / name).write_bytes(text.encode("latin-1"))
     run = Run.open(folder)
-    for name in stage.STAGES:
-        stage.complete(run, name)
+    for name in finetune.STAGES:
+        finetune.complete(run, name)
     summary(run)
 
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from edgeft import config, pipeline
-from edgeft.data.tree import Forest
-from edgeft.model import demo_model, kernels
-from edgeft.model.pool import _use_count, pool
-from edgeft.model.stack import load
-from edgeft.sparse import scheme as schemes
+from edgeft import config
+from edgeft.data.forest import Forest
+from edgeft.engine import kernels
+from edgeft.engine.batch import batch_of
+from edgeft.engine.load_gguf import load
+from edgeft.engine.pool import _use_count, pool
+from edgeft.formats.source import demo_model
+from edgeft.methods import scheme as schemes
+from edgeft.pipeline import prepare
 
 METHODS = ("full", "bias-norm", "tinytl")
 
@@ -28,7 +31,7 @@ def kept(recipe: config.Recipe, blocks: int, forest: Forest, rows: list[int]) ->
     scheme = schemes.make(replace(recipe.update, blocks=blocks), stack.depth, stack.arch)
     schemes.apply(stack, scheme, 0)
     stack.frugal = scheme.frugal
-    _, batch = forest.batch(rows)
+    _, batch = batch_of(forest, rows)
     hidden = stack.trunk(batch, scheme.cut)
     pool.resize(len(hidden))
     loss = stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets)
@@ -43,15 +46,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=30)
     args = parser.parse_args()
-    _, train, _, _ = pipeline.encode(config.load_recipe("sparse-rule"))
+    _, train, _, _ = prepare.encode(config.load_recipe("sparse-rule"))
     forest = Forest(train)
     rows: list[int] = []
     for row in range(len(train)):
-        if len(forest.batch([*rows, row])[0]) > args.tokens:
+        if len(batch_of(forest, [*rows, row])[0]) > args.tokens:
             break
         rows.append(row)
     found = {name: kept(config.load_recipe(name), args.blocks, forest, rows) for name in METHODS}
-    tokens = len(forest.batch(rows)[0])
+    tokens = len(batch_of(forest, rows)[0])
     print(f"{len(rows)} rows, {tokens} tokens, the last {args.blocks} blocks\n")
     print("| method | kept | against full |\n|---|---|---|")
     for name, size in found.items():

@@ -29,8 +29,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from edgeft.limit import Limit, hard_limit
-from edgeft.model import demo_model
+from edgeft.formats.source import demo_model
+from edgeft.host.limit import Limit, hard_limit
 
 MIB = 2**20
 

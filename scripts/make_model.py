@@ -19,13 +19,15 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from gguf.constants import GGUFValueType
 
 from edgeft.errors import EdgeftError, ModelError
 from edgeft.export.gguf import check_place, place
-from edgeft.model import demo_model, ggml
-from edgeft.model.gguf import ARRAY, GGUF, STRING, UINT32, NewTensor, encode_record
-from edgeft.model.header import FLOAT32, INT32
+from edgeft.formats import ggml
+from edgeft.formats.gguf import ARRAY, GGUF, STRING, UINT32, NewTensor, encode_record
+from edgeft.formats.source import demo_model
 
+FLOAT32, INT32 = GGUFValueType.FLOAT32, GGUFValueType.INT32
 UNUSED = 5  # a type of tokens
 
 

@@ -30,9 +30,10 @@ from edgeft import config
 from edgeft.data import tokens
 from edgeft.evaluate.compare import Subject, score_subject
 from edgeft.evaluate.suite import Item, Suite, load_suite, make_items, read_items
-from edgeft.model.tokenizer import open_tokenizer
-from edgeft.run import Run, model_source
-from edgeft.train.progress import Progress
+from edgeft.formats.source import model_source
+from edgeft.formats.tokenizer import open_tokenizer
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
 
 
 @dataclass(frozen=True)

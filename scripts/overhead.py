@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from edgeft import sensors
+from edgeft.host import sensors
 
 BAR, AIM = 3.0, 1.0  # percent
 STAND_IN = {

@@ -27,7 +27,7 @@ from typing import Any
 
 from limits import write_rows
 
-from edgeft.model import demo_model
+from edgeft.formats.source import demo_model
 
 MODELS = {"smollm2": "", "tinyllama": "tinyllama", "qwen": "qwen2.5", "random-3b": "llama3.2-3b"}
 RECIPES = ("sparse-rule", "bias-norm", "lora")

@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
     from edgeft.report import write_report
-    from edgeft.run import Run
+    from edgeft.run.folder import Run
 
     args.out.mkdir(parents=True, exist_ok=True)
     page = write_report(Run.open(args.run))

@@ -14,10 +14,11 @@ import json
 import time
 from pathlib import Path
 
-from edgeft import pipeline, search
-from edgeft.run import replacing
-from edgeft.sparse import evolve
-from edgeft.train.progress import Progress
+from edgeft.host.files import atomic_write
+from edgeft.pipeline import prepare
+from edgeft.run.progress import Progress
+from edgeft.search import evolve, files
+from edgeft.search.problem import build_problem
 
 
 def main() -> None:
@@ -27,10 +28,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     args = parser.parse_args()
     recipe = args.search.with_name(args.search.name.removesuffix(".search.json") + ".yaml")
-    asked = search.Files(recipe).start(resume=True)
+    asked = files.Files(recipe).start(resume=True)
     assert asked is not None
-    _, train, heldout, _ = pipeline.encode(asked.recipe)
-    posed = search.pose(asked.recipe, train, heldout, asked.budget, asked.seed, Progress())
+    _, train, heldout, _ = prepare.encode(asked.recipe)
+    posed = build_problem(asked.recipe, train, heldout, asked.budget, asked.seed, Progress())
     problem, every = posed.problem, posed.problem.every()
     start = evolve.greedy(problem)
     greedy = float(evolve.score(problem, start)[0][0])
@@ -63,7 +64,7 @@ def main() -> None:
         f"not below greedy: {sum(row['evolution'] >= row['greedy'] for row in rows)}"
     )
     if args.out:
-        with replacing(args.out) as file:
+        with atomic_write(args.out) as file:
             file.write(json.dumps(rows, indent=1).encode())
 
 

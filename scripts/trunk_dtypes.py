@@ -15,27 +15,30 @@ from typing import Any
 
 import torch
 
-from edgeft import config, pipeline
-from edgeft.cache import model_id
+from edgeft import config
 from edgeft.data import tokens
-from edgeft.run import Run
-from edgeft.train import trunk
+from edgeft.engine.batch import batch_of
+from edgeft.formats.hub import model_id
+from edgeft.formats.source import model_source
+from edgeft.pipeline import prepare, stages
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
+from edgeft.train import build, trunk
 from edgeft.train.loop import Trainer
-from edgeft.train.progress import Progress
 
 
 def states(run: Run, dtype: str) -> tuple[torch.Tensor, float]:
     """(what the cut sees of the first rows, bytes per token of the file)."""
     run.recipe.how.trunk_dtype = dtype
-    stack, scheme, parameters = pipeline.build(run.recipe)
+    stack, scheme, parameters = build.build(run.recipe)
     rows, heldout = tokens.load(run.tokens, texts=False)
     trainer = Trainer(run, stack, scheme, parameters, rows, heldout, Progress())
-    name = model_id(pipeline.model_source(run.recipe.model.path))
+    name = model_id(model_source(run.recipe.model.path))
     found = trunk.prepare(run, stack, trainer.forest, scheme.cut, name, Progress(), lambda: False)
     assert found is not None
     assert found.states is not None
     size = found.states.path.stat().st_size / len(trainer.forest)
-    nodes, batch = trainer.forest.batch(list(range(min(64, len(rows)))))
+    nodes, batch = batch_of(trainer.forest, list(range(min(64, len(rows)))))
     hidden = found.hidden(nodes, batch)
     found.close()
     return hidden, size
@@ -58,11 +61,11 @@ def main() -> None:
             recipe = config.apply_sets(config.load_recipe(args.recipe), [*sets, "how.trunk_place=run", *args.set])
             recipe.model.path, recipe.data.path = args.model, args.data
             run = Run.start(Path(place) / dtype, recipe, False)
-            pipeline.prepare(run, Progress())
+            prepare.prepare(run, Progress())
             hidden, size = states(run, dtype)
             exact = hidden if dtype == "fp32" else exact
             error = (hidden - exact).norm(dim=1) / exact.norm(dim=1)
-            pipeline.train(run, Progress())
+            stages.train(run, Progress())
             done = run.read_json(run.done) or {}
             results[dtype] = {"bytes": size, "mean": error.mean(), "worst": error.max(), **done}
     base = results["fp32"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edgeft import offline
-from edgeft.model import demo_model
+from edgeft.formats.source import demo_model
+from edgeft.host import offline
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line does: waiting threads soon sleep
 

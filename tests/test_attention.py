@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft.model.attention import PIECE, Tree, attend
+from edgeft.data.tree import PIECE, Tree
+from edgeft.engine.attention import attend
 
 
 def forest(kind: str) -> np.ndarray:
@@ -64,5 +65,5 @@ def test_forward_and_backward_equal_those_of_a_dense_mask(kind: str) -> None:
 
 def test_less_is_computed_than_a_dense_table_holds() -> None:
     parents = forest("passages")
-    computed = sum(piece.blocked.numel() for piece in Tree(parents).pieces)
+    computed = sum(piece.blocked.size for piece in Tree(parents).pieces)
     assert computed < 0.4 * len(parents) ** 2

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from edgeft.chat import Chat
 from edgeft.errors import DataError, ModelError
-from edgeft.model import demo_model
+from edgeft.evaluate.chat import Chat
+from edgeft.formats.source import demo_model
 
 MODEL = demo_model()
 pytestmark = pytest.mark.skipif(MODEL is None, reason="the embedded model is not installed")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from edgeft.model.gguf import GGUF
-from edgeft.run import Run
+from edgeft.formats.gguf import GGUF
+from edgeft.run.folder import Run
 from tests.conftest import Edgeft, small_rows
 
 SMALL = [
@@ -61,7 +61,7 @@ def test_finetune_leaves_a_whole_run(finished: tuple[Path, dict[str, object]], m
 
 
 def _tensors(run: Run) -> list[str]:
-    from edgeft.model.header import LINEARS
+    from edgeft.arch.header import LINEARS
 
     return [LINEARS[t][1] for t in run.recipe.update.tensors]
 
@@ -220,7 +220,7 @@ def test_the_wheel_works_outside_the_repository(tmp_path: Path) -> None:
         [*pip, "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site"), str(wheel)], check=True
     )
     site = tmp_path / "site" / "edgeft"
-    for file in ("model/kernels.cpp", "report/style.css", "_shipped/eval/keep/text.jsonl", "demo/train.jsonl"):
+    for file in ("engine/kernels.cpp", "report/style.css", "_shipped/eval/keep/text.jsonl", "demo/train.jsonl"):
         assert (site / file).is_file(), file
     code = (
         "import json, edgeft; from edgeft import config; "

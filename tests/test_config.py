@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgeft import config
-from edgeft.config import Device, HowConfig, Recipe, apply_sets, build, load_device, load_recipe, resolve
+from edgeft.config import Device, ExecutionConfig, Recipe, apply_sets, build, load_recipe
 from edgeft.errors import ConfigError
+from edgeft.host.profile import load_device, resolve
 
 RECIPES = ["bias-norm", "cycle", "full", "lora", "qas-int8", "qlora", "sparse-bp", "sparse-rule", "tinytl"]
 DEVICES = ["jetson-orin-nano", "laptop-16gb", "laptop-8gb", "mac-m-series", "rpi4", "rpi5", "rpi5-16gb"]
@@ -268,7 +269,7 @@ def test_shipped_recipe(name: str) -> None:
     assert "\n" not in recipe.about
     assert recipe.update.weights or recipe.update.biases or recipe.update.norms
     assert 0 < recipe.train.lr < 0.01
-    assert recipe.how == HowConfig()  # how is the device's business
+    assert recipe.how == ExecutionConfig()  # how is the device's business
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -294,7 +295,7 @@ def test_lora_and_qlora_learn_the_same() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_device_never_changes_what_is_learned(recipe: str, device: str) -> None:
     resolved, profile = resolve(recipe, device, [])
-    assert config.what(resolved) == config.what(load_recipe(recipe))
+    assert config.learning_identity(resolved) == config.learning_identity(load_recipe(recipe))
     assert resolved.how.micro_batch_tokens == profile.how["micro_batch_tokens"]
 
 

@@ -14,8 +14,8 @@ from edgeft.data.inspect import look
 from edgeft.data.rows import Dataset, Row
 from edgeft.data.tokens import Encoded, encode_rows, load, prompt_ids, save
 from edgeft.errors import DataError, RunError
-from edgeft.model import demo_model
-from edgeft.model.tokenizer import PLAIN_TEMPLATE, GgufTokenizer, render
+from edgeft.formats.source import demo_model
+from edgeft.formats.tokenizer import PLAIN_TEMPLATE, GgufTokenizer, render
 
 # Shows an empty thought in the last answer only.
 THINKING = (

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from edgeft import device, doctor, sensors
-from edgeft.config import HowConfig, build, load_device
+from edgeft.config import ExecutionConfig, build
+from edgeft.host import device, doctor, sensors
+from edgeft.host.profile import load_device
 
 GIB = 2**30
 NO_LIMIT = 9223372036854771712  # what version 1 control groups say when there is none
@@ -164,18 +165,18 @@ def test_this_machine() -> None:
     assert auto.name == "auto"
     assert 1 <= auto.cores <= (os.cpu_count() or 1)
     assert 0 < auto.budget_bytes < auto.ram_bytes
-    assert build(HowConfig, auto.how).threads == auto.cores
+    assert build(ExecutionConfig, auto.how).threads == auto.cores
 
 
 def test_probe_follows_the_affinity_of_the_process() -> None:
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("this system has no CPU affinity")
     one = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
-    code = f"{one}\nfrom edgeft.device import cores; print(cores())"
+    code = f"{one}\nfrom edgeft.host.device import cores; print(cores())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
 
 
-@pytest.mark.parametrize("module", ["edgeft.device", "edgeft.doctor", "edgeft.config"])
+@pytest.mark.parametrize("module", ["edgeft.host.device", "edgeft.host.doctor", "edgeft.config"])
 def test_heavy_libraries_are_imported_late(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy', 'psutil') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
@@ -499,7 +500,7 @@ def test_examine_a_pi(cache: Path, tmp_path: Path) -> None:
 
 def test_examine_with_a_broken_torch(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libgomp.so.1: cannot open shared object file\\nmore')")
-    code = "import json; from edgeft.doctor import examine; print(json.dumps(examine()))"
+    code = "import json; from edgeft.host.doctor import examine; print(json.dumps(examine()))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr

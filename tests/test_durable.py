@@ -19,14 +19,17 @@ from typing import Any
 import pytest
 import torch
 
-from edgeft import config, disk, pipeline, plan
+from edgeft import config, plan
+from edgeft.engine.choose import Engine
 from edgeft.errors import DamagedError, EdgeftError, RunError
-from edgeft.plan import memory
-from edgeft.run import Run, sweep
-from edgeft.sparse import scheme as schemes
-from edgeft.train import checkpoint, loop, trunk
-from edgeft.train.engine import Engine
-from edgeft.train.progress import Progress
+from edgeft.host.disk import check
+from edgeft.host.files import sweep
+from edgeft.methods import scheme as schemes
+from edgeft.pipeline import export, planning, stages
+from edgeft.plan import disk, memory
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
+from edgeft.train import build, checkpoint, loop, trunk
 from tests.conftest import Edgeft, small_rows
 from tests.test_plan import row
 
@@ -130,7 +133,7 @@ def test_the_one_before_a_damaged_checkpoint_is_used_and_told(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_run_goes_on_from_damaged_files_to_the_same_weights(data: Path, tmp_path: Path) -> None:
     whole = start(tmp_path / "whole", data)
-    pipeline.train(whole, Progress())
+    stages.train(whole, Progress())
     steps = [path.name for path in checkpoint.all_of(whole.checkpoints)]
     assert steps == ["step-00000007.safetensors", "step-00000008.safetensors"]  # one to fall back to
     best = checkpoint.read(whole.best)
@@ -144,7 +147,7 @@ def test_a_run_goes_on_from_damaged_files_to_the_same_weights(data: Path, tmp_pa
     checkpoint.all_of(whole.checkpoints)[-1].write_bytes(flipped)
     whole.done.unlink()
     said = Lines()
-    pipeline.train(again(whole), said)
+    stages.train(again(whole), said)
     assert any("step-00000008.safetensors is damaged: its checksum is wrong" in line for line in said.lines)
     assert any("going on after step 7" in line for line in said.lines)
     assert [e["file"] for e in whole.events() if e["event"] == "damaged"] == ["step-00000008.safetensors"]
@@ -153,7 +156,7 @@ def test_a_run_goes_on_from_damaged_files_to_the_same_weights(data: Path, tmp_pa
 
     whole.best.write_bytes(whole.best.read_bytes()[:-1])  # the last checkpoint is of the same step
     said = Lines()
-    pipeline.trained_stack(whole, said)
+    build.trained_stack(whole, said)
     assert "made again from the checkpoint of step 8" in said.lines[-1]
     assert same(checkpoint.read(whole.best)[0], best[0])
     assert checkpoint.read(whole.best)[1] == best[1]
@@ -162,11 +165,11 @@ def test_a_run_goes_on_from_damaged_files_to_the_same_weights(data: Path, tmp_pa
     for path in checkpoint.all_of(whole.checkpoints):
         path.unlink()
     with pytest.raises(DamagedError, match=r"best\.safetensors is damaged") as caught:
-        pipeline.trained_stack(whole)
+        build.trained_stack(whole)
     assert caught.value.exit_code == 6
     assert "--resume" in caught.value.hint
     whole.done.unlink()
-    pipeline.train(again(whole), Progress())  # as the hint says
+    stages.train(again(whole), Progress())  # as the hint says
     assert same(checkpoint.read(whole.best)[0], best[0])
 
 
@@ -175,11 +178,11 @@ def test_a_resumed_run_keeps_its_plan(data: Path, tmp_path: Path, monkeypatch: p
     rows = [row(256, 8, seed) for seed in range(48)]
     run = start(tmp_path / "run", data, "how.micro_batch_tokens=4096")
 
-    def planned(budget_bytes: int) -> tuple[config.HowConfig, int]:
+    def planned(budget_bytes: int) -> tuple[config.ExecutionConfig, int]:
         """As the train stage does, which knows its engine: (how, peak)."""
         fresh = again(run)
         fresh.recipe.how.compile, fresh.recipe.how.products = "off", "fp32"
-        found = pipeline.make_plan(fresh, rows, rows[:4], budget_bytes, Progress(), Engine(None))
+        found = planning.make_plan(fresh, rows, rows[:4], budget_bytes, Progress(), Engine(None))
         return fresh.recipe.how, found["peak_bytes"]
 
     asked, free = planned(64 << 30)
@@ -250,7 +253,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(
     poison(monkeypatch, {1: math.nan, 3: math.inf})
     run = start(tmp_path / "run", data, "train.steps=3", "how.keep_checkpoints=9", "train.validations=1", *how)
     said = Lines()
-    pipeline.train(run, said)
+    stages.train(run, said)
     skipped = [(e["step"], e["why"]) for e in run.events() if e["event"] == "skipped"]
     assert skipped == [(1, "the loss is nan"), (3, "the gradient's norm is nan")]  # 0 × inf
     assert len([line for line in said.lines if line.endswith("skipped")]) == 2
@@ -269,7 +272,7 @@ def test_several_in_a_row_lead_back_once_at_half_the_rate(
 ) -> None:
     poison(monkeypatch, {5: math.nan, 6: math.inf, 7: math.nan})
     run = start(tmp_path / "run", data)
-    pipeline.train(run, Progress())
+    stages.train(run, Progress())
     events = run.events()
     assert [e["step"] for e in events if e["event"] == "back"] == [4]  # the best so far
     taken = [(e["step"], e["lr"]) for e in events if e["event"] == "step"]
@@ -298,9 +301,9 @@ def test_several_in_a_row_lead_back_once_at_half_the_rate(
         monkeypatch.setattr(loop.Trainer, "_skipped", skipped)
         broken = start(tmp_path / f"killed-{stop}", data)
         with pytest.raises(Killed):
-            pipeline.train(broken, Progress())
+            stages.train(broken, Progress())
         monkeypatch.setattr(loop.Trainer, "_skipped", plain)
-        pipeline.train(again(broken), Progress())
+        stages.train(again(broken), Progress())
         assert same(last(broken), wanted), stop
         assert same(checkpoint.read(broken.best)[0], checkpoint.read(run.best)[0])
 
@@ -310,7 +313,7 @@ def test_a_rate_that_is_far_too_high_ends_with_an_explanation(data: Path, tmp_pa
     run = start(tmp_path / "run", data, "train.lr=1e30", "train.epochs=9", "train.validations=2", "train.warmup=0")
     said = Lines()
     with pytest.raises(EdgeftError, match="astray again, at half the learning rate") as caught:
-        pipeline.train(run, said)
+        stages.train(run, said)
     assert caught.value.exit_code == 1
     assert "--set train.lr=1.25e+29" in caught.value.hint
     assert "back to the weights of step 0, at half the learning rate" in said.lines
@@ -320,7 +323,7 @@ def test_a_rate_that_is_far_too_high_ends_with_an_explanation(data: Path, tmp_pa
 
 def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from edgeft import config; from edgeft.run import Run; "
+        "import sys, time; from pathlib import Path; from edgeft import config; from edgeft.run.folder import Run; "
         "run = Run.start(Path(sys.argv[1]), config.Recipe(), False); print('held', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE)
@@ -372,7 +375,7 @@ def test_a_full_disk_is_an_error_and_costs_nothing(small_disk: Path) -> None:
     assert "free some space" in caught.value.hint
     assert list(first.parent.iterdir()) == [first]
     assert same(checkpoint.read(first)[0], tensors)
-    states = trunk.States(small_disk / "states.bin", 1, write=True)
+    states = trunk.RowFile(small_disk / "states.bin", 1, write=True)
     with pytest.raises(OSError, match="No space left"):
         states.reserve(2 << 20)
     states.close()
@@ -396,16 +399,16 @@ def test_what_a_run_will_write(data: Path, tmp_path: Path) -> None:
     scheme = schemes.make(run.recipe.update, shape.depth, "llama")
     foreseen = {what: size for _, what, size in disk.needs(run, shape, scheme, source)}
     said = Lines()
-    pipeline.train(run, said)
+    stages.train(run, said)
     assert "checkpoints" not in {what for _, what, _ in disk.needs(run, shape, scheme, source)}  # it is done
     written = sum(path.stat().st_size for path in run.checkpoints.iterdir())
     assert foreseen["checkpoints"] == pytest.approx(written * 4 / 3, rel=0.01)
     assert foreseen["best weights"] == pytest.approx(2 * run.best.stat().st_size, rel=0.02)
-    made = pipeline.export(run, "gguf", "auto", run.model, said)
+    made = export.export(run, "gguf", "auto", run.model, said)
     assert foreseen["exported model"] == pytest.approx(made["bytes"], rel=0.001)
     with pytest.raises(RunError, match=r"will write 9313225\.7 GiB below .* \(checkpoints 9313225\.7 GiB\)"):
-        disk.check([(tmp_path, "checkpoints", 10**16), (tmp_path / "not" / "there", "trunk cache", 0)])
-    disk.check([(tmp_path, "checkpoints", 1)])
+        check([(tmp_path, "checkpoints", 10**16), (tmp_path / "not" / "there", "trunk cache", 0)])
+    check([(tmp_path, "checkpoints", 1)])
 
 
 # ---------------------------------------------------------------- all of it, for real

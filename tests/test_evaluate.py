@@ -15,8 +15,8 @@ from edgeft.config import DataConfig
 from edgeft.data.rows import Row, load
 from edgeft.data.tokens import Encoded, encode_rows, prompt_ids
 from edgeft.errors import ConfigError, DataError, ModelError
-from edgeft.evaluate import crowd, leak, llamacpp, metrics, quick
-from edgeft.evaluate.ask import Ask, Progress, Said
+from edgeft.evaluate import crowd, fast_types, leak, llamacpp, metrics
+from edgeft.evaluate.ask import Ask, Progress, Response
 from edgeft.evaluate.llamacpp import LlamaFile
 from edgeft.evaluate.paired import bootstrap
 from edgeft.evaluate.score import (
@@ -36,9 +36,10 @@ from edgeft.evaluate.score import (
     verdict,
 )
 from edgeft.evaluate.suite import Suite, read_items
-from edgeft.model import demo_model, ggml
-from edgeft.model.gguf import GGUF
-from edgeft.model.tokenizer import GgufTokenizer
+from edgeft.formats import ggml
+from edgeft.formats.gguf import GGUF
+from edgeft.formats.source import demo_model
+from edgeft.formats.tokenizer import GgufTokenizer
 
 MODEL = demo_model()
 needs_model = pytest.mark.skipif(MODEL is None, reason="the embedded model is not installed")
@@ -58,9 +59,9 @@ def exact() -> Iterator[LlamaFile]:
     assert MODEL
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:  # the copy is made on entering
-            patch.setattr(quick, "WIDE", ggml.F32)
-            patch.setattr(quick, "SLOW", ("q4_1", "q8_0"))
-            place = stack.enter_context(quick.quick(MODEL, 5000))
+            patch.setattr(fast_types, "WIDE", ggml.F32)
+            patch.setattr(fast_types, "SLOW", ("q4_1", "q8_0"))
+            place = stack.enter_context(fast_types.with_fast_types(MODEL, 5000))
         assert {info.type for info in GGUF.open(place).tensors.values()} == {ggml.F32}
         yield stack.enter_context(LlamaFile(place, threads=1))
 
@@ -265,7 +266,7 @@ def test_a_copy_in_float16_says_what_the_file_says(
     file: LlamaFile, rows: list[Encoded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asks = [Ask((p := prompt_ids(row).tolist()), [], [row.ids[len(p) :].tolist()], generate=True) for row in rows]
-    with quick.quick(file.path, 5000) as place:
+    with fast_types.with_fast_types(file.path, 5000) as place:
         assert place != file.path
         types = Counter(ggml.type_name(info.type) for info in GGUF.open(place).tensors.values())
         assert types == {"f16": 210, "f32": 61, "q8_0": 1}
@@ -277,10 +278,10 @@ def test_a_copy_in_float16_says_what_the_file_says(
     losses = [sum(said.option_nll[0] for said in both) / tokens for both in (wanted, found)]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     assert sum(a.output[:1] == b.output[:1] for a, b in zip(wanted, found, strict=True)) >= len(asks) - 2
-    with quick.quick(file.path, 10) as place:  # too few tokens
+    with fast_types.with_fast_types(file.path, 10) as place:  # too few tokens
         assert place == file.path
-    monkeypatch.setattr(quick, "MEMORY_SHARE", 0.001)  # too little memory
-    with quick.quick(file.path, 5000) as place:
+    monkeypatch.setattr(fast_types, "MEMORY_SHARE", 0.001)  # too little memory
+    with fast_types.with_fast_types(file.path, 5000) as place:
         assert place == file.path
 
 
@@ -322,9 +323,9 @@ class Parrot:
     def __init__(self, rows: list[Encoded], right: int) -> None:
         self.known = {tuple(prompt_ids(row)): row.ids[len(prompt_ids(row)) : -1].tolist() for row in rows[:right]}
 
-    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Said]:
+    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Response]:
         return [
-            Said(
+            Response(
                 1.5 * len(ask.targets),
                 [1.5 * len(option) for option in ask.options],
                 [False] * len(ask.options),
@@ -419,7 +420,7 @@ def test_a_row_does_not_depend_on_its_company(
         assert other.prompt_nll == pytest.approx(one.prompt_nll, rel=1e-3, abs=1e-3)
         assert other.option_nll == pytest.approx(one.option_nll, rel=1e-3, abs=1e-3)
         assert other.output == one.output
-    assert wide[-1] == Said()
+    assert wide[-1] == Response()
 
 
 CUTS = [(10, " a"), (10, " the"), (9, " of"), (6, " was"), (4, "-"), (8, " has"), (2, " new"), (7, " and")]
@@ -462,8 +463,8 @@ def log_softmax(file: LlamaFile, ids: list[int], at: Sequence[int]) -> np.ndarra
 @needs_model
 @pytest.mark.slow
 def test_trainer_and_llama_cpp_say_the_same(file: LlamaFile, tokenizer: GgufTokenizer) -> None:
+    from edgeft.engine.load_gguf import load as load_stack
     from edgeft.evaluate.trainer import StackScorer
-    from edgeft.model.stack import load as load_stack
 
     assert MODEL
     prompt = file.tokenize("Question: What do bees make?\nAnswer:")
@@ -738,10 +739,10 @@ def test_choice_rows_that_cannot_be_used_say_why(tmp_path: Path, tokenizer: Gguf
 class Fixed:
     """Says what it is told, row by row."""
 
-    def __init__(self, said: list[Said]) -> None:
+    def __init__(self, said: list[Response]) -> None:
         self.said = said
 
-    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Said]:
+    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Response]:
         return self.said
 
 
@@ -750,7 +751,7 @@ def test_choices_raw_and_per_character(tmp_path: Path, tokenizer: GgufTokenizer)
     path = write_rows(tmp_path / "c.jsonl", [BEES | {"answer": 1}] * 2)
     suite = load_suite("choice")
     items = read_items(suite, DataConfig(path=str(path)), tokenizer, 5)
-    said = [Said(0.0, [3.0, 6.0, 4.0], [False] * 3), Said(0.0, [9.0, 5.0, 6.0], [False] * 3)]
+    said = [Response(0.0, [3.0, 6.0, 4.0], [False] * 3), Response(0.0, [9.0, 5.0, 6.0], [False] * 3)]
     found = score_items(Fixed(said), tokenizer, items, 0, suite)
     # per character: 3/5, 6/14, 4/4: the long one wins; and 9/5, 5/14, 6/4
     assert [record.accuracy for record in found.records] == [0.0, 1.0]
@@ -803,7 +804,9 @@ def test_labels_are_read_from_the_output(tmp_path: Path, tokenizer: GgufTokenize
     rows: list[dict[str, object]] = [{"text": "Where is it?", "label": "card_arrival"}, {"text": "!", "label": "other"}]
     suite = load_suite("classify")
     items = read_items(suite, DataConfig(path=str(write_rows(tmp_path / "l.jsonl", rows))), tokenizer, 5)
-    said = [Said(0.0, [1.0], [False], tokenizer.encode(text)) for text in ("This is card arrival.\nother", "something")]
+    said = [
+        Response(0.0, [1.0], [False], tokenizer.encode(text)) for text in ("This is card arrival.\nother", "something")
+    ]
     found = score_items(Fixed(said), tokenizer, items, 16, suite)
     assert [record.accuracy for record in found.records] == [1.0, 0.0]
     assert Suite().score == "answer"

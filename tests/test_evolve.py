@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgeft.sparse import evolve
-from edgeft.sparse.evolve import SHARES, Problem, Schemes
+from edgeft.search import evolve
+from edgeft.search.evolve import SHARES, Problem, Schemes
 
 SIZES = np.array([36, 12, 12, 36, 96, 96, 96], np.float64)  # of a block's tensors, as in SmolLM2
 

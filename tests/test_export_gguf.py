@@ -19,19 +19,23 @@ import pytest
 import torch
 
 from edgeft.config import DataConfig, UpdateConfig
+from edgeft.data.forest import Forest
 from edgeft.data.rows import load as load_rows
 from edgeft.data.tokens import Encoded, encode_rows
-from edgeft.data.tree import Forest
+from edgeft.engine.batch import batch_of
+from edgeft.engine.load_gguf import load, row_order
+from edgeft.engine.stack import Stack
 from edgeft.errors import ExportError, RunError
-from edgeft.export.gguf import PACKABLE, Exported, export_gguf, gguf_name
+from edgeft.export.gguf import Exported, export_gguf, gguf_name
 from edgeft.export.modelfile import learn, modelfile, write_modelfile
 from edgeft.export.verify import MAX_KL, MIN_TOP1, Verification, compare, verify
-from edgeft.model import demo_model, ggml
-from edgeft.model import gguf as files
-from edgeft.model.gguf import GGUF, NewTensor, encode_record
-from edgeft.model.stack import Stack, load, row_order
-from edgeft.model.tokenizer import PLAIN_TEMPLATE, GgufTokenizer
-from edgeft.sparse import scheme
+from edgeft.formats import ggml
+from edgeft.formats import gguf as files
+from edgeft.formats.gguf import GGUF, NewTensor, encode_record
+from edgeft.formats.source import demo_model
+from edgeft.formats.tokenizer import PLAIN_TEMPLATE, GgufTokenizer
+from edgeft.formats.types import PACKABLE
+from edgeft.methods import scheme
 
 UP = "layers.1.mlp.up_proj.weight"
 
@@ -381,7 +385,7 @@ def test_a_broken_export_is_vetoed(rows: list[Encoded], tmp_path: Path, monkeypa
         moved = [(f"layers.{int(n.split('.')[1]) + shift}.{n.split('.', 2)[2]}", value) for n, value in updates]
         with monkeypatch.context() as patch:
             if not shift:
-                patch.setattr("edgeft.model.stack.row_order", lambda gguf, tensor: None)
+                patch.setattr("edgeft.engine.load_gguf.row_order", lambda gguf, tensor: None)
             with pytest.raises(ExportError, match=f"at least {MIN_TOP1:.0f} %.*at most {MAX_KL}"):
                 export(demo(), out, moved, "f16", check=lambda path: check(path, stack, rows, type_name="f16"))
         assert leftovers(tmp_path) == [], mistake
@@ -393,7 +397,7 @@ def test_a_type_that_loses_what_was_learned_is_vetoed(rows: list[Encoded], tmp_p
     stack = load(demo())
     chosen = scheme.make(UpdateConfig(blocks="11-19"), stack.depth, stack.arch)
     trained = scheme.apply(stack, chosen, 0)
-    batch = Forest(rows).batch(range(len(rows)))[1]
+    batch = batch_of(Forest(rows), range(len(rows)))[1]
     for _ in range(3):  # steps of sign descent on the rows themselves: tiny and effective
         loss = stack.head.loss(stack.top(stack.trunk(batch, chosen.cut), batch, chosen.cut), batch.targets)
         for parameter, gradient in zip(

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from edgeft.errors import ExportError, ModelError
-from edgeft.model import ggml
-from edgeft.model.gguf import ARRAY, GGUF, STRING, NewTensor, encode_record, write
+from edgeft.formats import ggml
+from edgeft.formats.gguf import ARRAY, GGUF, STRING, NewTensor, encode_record, write
 
 
 def test_reads_what_the_reference_reader_reads(model: Path) -> None:

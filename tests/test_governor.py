@@ -14,16 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from edgeft import config, pipeline, sensors
-from edgeft.config import apply_sets, load_device, load_recipe, windows
+from edgeft import config
+from edgeft.config import apply_sets, load_recipe, windows
 from edgeft.errors import ConfigError
-from edgeft.report.story import tell
-from edgeft.run import Run
-from edgeft.screen import Screen
-from edgeft.sensors import Sensors
+from edgeft.host import sensors
+from edgeft.host.profile import load_device, resolve
+from edgeft.host.sensors import Sensors
+from edgeft.pipeline import stages
+from edgeft.report.story import load_run_summary
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
 from edgeft.train import checkpoint, governor
 from edgeft.train.governor import Governor
-from edgeft.train.progress import Progress
+from edgeft.ui.screen import Screen
 from tests.conftest import Edgeft, small_rows
 from tests.test_device import tree
 from tests.test_train import command, start, wait_for_step
@@ -189,7 +192,7 @@ def test_governor_is_how_and_never_what(tmp_path: Path) -> None:
     plain = load_recipe("sparse-bp")
     changed = apply_sets(plain, ["governor.target_celsius=60", "governor.schedule=22:00-07:00", "how.nice=0"])
     assert (changed.governor.schedule, changed.how.nice, plain.how.nice) == ("22:00-07:00", 0, 10)
-    assert config.what(changed) == config.what(plain)
+    assert config.learning_identity(changed) == config.learning_identity(plain)
     run = Run.start(tmp_path / "run", plain, False)
     assert run._lock
     run._lock.close()
@@ -215,17 +218,17 @@ def test_wrong_knobs(sets: list[str], words: str) -> None:
 def test_profiles_keep_below_what_their_machine_bears() -> None:
     bears = {"rpi4": 82, "rpi5": 85, "rpi5-16gb": 85, "jetson-orin-nano": 99, "laptop-8gb": 95, "laptop-16gb": 100}
     for name, throttles in bears.items():
-        found, _ = config.resolve("sparse-bp", name, [])
+        found, _ = resolve("sparse-bp", name, [])
         heat = found.governor
         assert heat.target_celsius < heat.limit_celsius < throttles, name
         assert heat.limit_celsius - heat.hysteresis_celsius < heat.limit_celsius, name
     assert load_device("laptop-8gb").governor["battery_percent"] == 40
     with pytest.raises(ConfigError, match="limit_celsius"):
-        apply_sets(config.resolve("sparse-bp", "rpi5", [])[0], ["governor.target_celsius=82"])
+        apply_sets(resolve("sparse-bp", "rpi5", [])[0], ["governor.target_celsius=82"])
 
 
 def test_auto_knows_boards_from_pcs(tmp_path: Path) -> None:
-    from edgeft.device import this_machine
+    from edgeft.host.device import this_machine
 
     pi = tree(tmp_path, {"proc/meminfo": "MemTotal: 8000000 kB\n", "proc/device-tree/model": "Raspberry Pi 5\0"})
     assert this_machine(pi).governor == {}
@@ -317,7 +320,7 @@ def test_it_settles_at_the_target(
         if plant.now > 1800:
             late.append(plant.celsius)
             shares.append(control.pace.share)
-        control.between()
+        control.pause_if_needed()
     assert max(abs(celsius - 75) for celsius in late) <= 2
     sides = [celsius > 75 for celsius in late if abs(celsius - 75) > 1]
     assert len(list(itertools.groupby(sides))) <= 1  # it does not go from one side to the other
@@ -334,7 +337,7 @@ def test_a_cool_machine_is_not_slowed(tmp_path: Path, governed: Callable[..., Go
     control = governed(plant)
     while plant.now < 900:
         plant.work(1.0)
-        control.between()
+        control.pause_if_needed()
     assert not control.paused_s
     assert control.note == " · 65 °C"
 
@@ -348,7 +351,7 @@ def test_above_the_limit_it_stops_until_it_is_cool(tmp_path: Path, governed: Cal
         plant.work(1.0)
         hot, before = plant.seen, control.paused_s["heat"]
         saved: list[float] = []
-        control.between(lambda at=hot, to=saved: to.append(at))  # type: ignore[misc]
+        control.pause_if_needed(lambda at=hot, to=saved: to.append(at))  # type: ignore[misc]
         if control.paused_s["heat"] > before:
             pauses.append((hot, plant.seen, control.paused_s["heat"] - before))
             assert saved == [hot]  # once, before it paused
@@ -383,18 +386,18 @@ def test_on_battery(tmp_path: Path, governed: Callable[..., Governor]) -> None:
 
     control._sleep = sleep
     plant.work(20)
-    control.between()
+    control.pause_if_needed()
     assert control.paused_s["battery"] == 0
     tree(plant.root, {f"{SUPPLY}/BAT0/capacity": 29})
     plant.work(20)
     becomes(100, capacity=34)  # above the level, but not by enough
     becomes(200, capacity=36)
-    control.between()
+    control.pause_if_needed()
     assert control.paused_s["battery"] == pytest.approx(200, abs=governor.LOOK_S + 2)
     tree(plant.root, {f"{SUPPLY}/BAT0/capacity": 12})
     plant.work(20)
     becomes(50, status="Charging\n")  # however low
-    control.between()
+    control.pause_if_needed()
     assert control.paused_s["battery"] == pytest.approx(250, abs=2 * governor.LOOK_S + 4)
     lines = control.progress.lines  # type: ignore[attr-defined]
     assert lines[0].endswith("the battery is being drained, at 29 %; it goes on when it is charged or above 35 %")
@@ -406,13 +409,13 @@ def test_in_its_windows_only(tmp_path: Path, governed: Callable[..., Governor]) 
     evening = (21 * 60 + 55) * 60.0  # 21:55
     clock = lambda: time.gmtime(evening + plant.now)  # noqa: E731
     control = governed(plant, "governor.schedule=22:00-07:00,07:20-12:00", local=clock)
-    control.between()
+    control.pause_if_needed()
     assert plant.now == pytest.approx(300, abs=2)  # until 22:00
     plant.work(9 * 3600 - 60)  # 06:59
-    control.between()
+    control.pause_if_needed()
     assert control.paused_s["schedule"] == pytest.approx(300, abs=2)
     plant.work(660)  # 07:10
-    control.between()
+    control.pause_if_needed()
     assert control.paused_s["schedule"] == pytest.approx(900, abs=4)
     assert control.totals()["paused_s"] == {"schedule": pytest.approx(900, abs=4)}
 
@@ -422,7 +425,7 @@ def test_a_pause_ends_when_asked_to_stop(tmp_path: Path, governed: Callable[...,
     machine(plant.root, 99)
     control = governed(plant, asked=lambda: plant.now > 60)
     plant._pass = lambda seconds, towards: setattr(plant, "now", plant.now + seconds)  # type: ignore[method-assign]
-    assert control.between()
+    assert control.pause_if_needed()
     assert 60 < plant.now < 60 + 2 * governor.NAP_S
 
 
@@ -481,12 +484,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_pauses_learns_the_same_bits(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = ["train.epochs=2", "how.micro_batch_tokens=64"]  # several micro-batches a step
     calm = start(tmp_path / "calm", data, *sets)
-    pipeline.train(calm, Progress())
+    stages.train(calm, Progress())
     monkeypatch.setenv("EDGEFT_SYSFS", str(machine(tmp_path / "machine")))
     monkeypatch.setattr(governor, "READ_S", 0.02)
     weather = Weather(tmp_path / "machine", hot_after=5)
     warm = start(tmp_path / "warm", data, *sets)
-    pipeline.train(warm, weather)
+    stages.train(warm, weather)
     assert weather.paused_after == [5]
     assert "pausing: 90 °C is too hot; it goes on at 74 °C" in weather.lines
     losses = [[e["loss"] for e in run.events() if e["event"] == "step"] for run in (calm, warm)]
@@ -503,7 +506,7 @@ def test_a_run_with_pauses_learns_the_same_bits(data: Path, tmp_path: Path, monk
     assert 0 < done["checkpoint_s"] < done["seconds"]
     told = [e for e in warm.events() if e["event"] == "governor"]
     assert [e["celsius"] for e in told if "pausing" in e] == [90.0]
-    story = tell(warm)
+    story = load_run_summary(warm)
     assert dict(story.stages)["paused: heat"] == pytest.approx(done["paused_s"]["heat"], abs=0.01)
     assert max(celsius for _, celsius in story.heat) == 90.0
     from edgeft.report import write_report
@@ -529,7 +532,7 @@ def test_a_checkpoint_is_written_before_a_long_pause(
             super().pause(text)
 
     run = start(tmp_path / "run", data, "train.epochs=2")
-    pipeline.train(run, Looks(root, hot_after=7))
+    stages.train(run, Looks(root, hot_after=7))
     assert saved == [7]
 
 

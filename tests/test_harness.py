@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from edgeft.errors import ConfigError, DataError
-from edgeft.evaluate.ask import Ask, Progress, Said
+from edgeft.evaluate.ask import Ask, Progress, Response
 from edgeft.evaluate.harness import run_tasks
-from edgeft.model.tokenizer import GgufTokenizer
-from edgeft.train import progress
+from edgeft.formats.tokenizer import GgufTokenizer
+from edgeft.run import progress
 from tests.conftest import Edgeft
 
 pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
@@ -80,10 +80,10 @@ class Knower:
         self.tokenizer, self.likes, self.writes = tokenizer, likes, writes
         self.asks: list[Ask] = []
 
-    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Said]:
+    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Response]:
         self.asks += asks
         return [
-            Said(
+            Response(
                 float(len(ask.targets)),
                 [1.0 if self.likes in self.tokenizer.decode(option) else 50.0 for option in ask.options],
                 [False] * len(ask.options),

@@ -13,19 +13,23 @@ import pytest
 import torch
 
 from edgeft.config import UpdateConfig
+from edgeft.data.tree import Tree
+from edgeft.engine import kernels
+from edgeft.engine.batch import Batch
+from edgeft.engine.load_gguf import gguf_config, load
+from edgeft.engine.load_hf import load_hf
+from edgeft.engine.stack import Stack, weight_of
 from edgeft.errors import EdgeftError, ExportError, ModelError
 from edgeft.evaluate.llamacpp import LlamaFile
 from edgeft.export import convert, hf
 from edgeft.export.convert import hf_to_gguf
 from edgeft.export.hf import export_hf
 from edgeft.export.peft import export_peft
-from edgeft.model import demo_model, kernels
-from edgeft.model.attention import Tree
-from edgeft.model.gguf import GGUF
-from edgeft.model.hf import Weights, load_hf
-from edgeft.model.stack import Batch, Stack, gguf_config, load, weight_of
-from edgeft.model.tokenizer import GgufTokenizer, HfTokenizer, render
-from edgeft.sparse import scheme as schemes
+from edgeft.formats.gguf import GGUF
+from edgeft.formats.safetensors import Weights
+from edgeft.formats.source import demo_model
+from edgeft.formats.tokenizer import GgufTokenizer, HfTokenizer, render
+from edgeft.methods import scheme as schemes
 
 TEXTS = [
     "Hello world",

@@ -19,16 +19,17 @@ import numpy as np
 import pytest
 
 import edgeft
-from edgeft import config, sandbox
+from edgeft import config
+from edgeft.arch.header import check_file
 from edgeft.config import DataConfig
 from edgeft.data import files
 from edgeft.data import tokens as data_tokens
 from edgeft.data.rows import load
 from edgeft.errors import ConfigError, DataError, EdgeftError, ModelError, RunError
 from edgeft.evaluate.suite import load_suite
-from edgeft.model.gguf import ARRAY, GGUF, STRING, encode_record, encode_string
-from edgeft.model.header import check_file
-from edgeft.model.tokenizer import GgufTokenizer, render
+from edgeft.formats.gguf import ARRAY, GGUF, STRING, encode_record, encode_string
+from edgeft.formats.tokenizer import GgufTokenizer, render
+from edgeft.host import profile, sandbox
 
 FUZZ = Path(__file__).parent.parent / "scripts" / "fuzz.py"
 BOUND_S = 20.0  # by the clock, on a busy machine; each takes less than two seconds on an idle one
@@ -98,7 +99,7 @@ class Touch:
 
 
 def test_pickles_are_not_opened(tmp_path: Path) -> None:
-    from edgeft.model.hf import load_hf
+    from edgeft.engine.load_hf import load_hf
 
     mark = tmp_path / "mark"
     evil = pickle.dumps(Touch(mark))
@@ -283,7 +284,7 @@ def test_a_sparse_file_of_a_terabyte_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_llama_cpp_is_not_given_what_did_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from edgeft.evaluate import llamacpp
-    from edgeft.model import tokenizer
+    from edgeft.formats import tokenizer
 
     path = header(tmp_path, put("tokenizer.ggml.scores", ARRAY, [1.0], 6))
 
@@ -298,7 +299,7 @@ def test_llama_cpp_is_not_given_what_did_not_pass(tmp_path: Path, monkeypatch: p
 
 
 def test_pipes_and_devices_are_no_models(tmp_path: Path) -> None:
-    from edgeft.model import is_gguf
+    from edgeft.formats.source import is_gguf
 
     os.mkfifo(tmp_path / "pipe.gguf")
     os.mkfifo(tmp_path / "pipe")
@@ -353,7 +354,7 @@ def test_hostile_templates(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_template_opens_no_file_and_starts_no_program() -> None:
     """Even if jinja's own sandbox had a hole."""
     code = (
-        "import socket, subprocess; from edgeft import sandbox; sandbox._limit(1 << 29); done = []\n"
+        "import socket, subprocess; from edgeft.host import sandbox; sandbox._limit(1 << 29); done = []\n"
         "for f in (lambda: open('/etc/passwd'), socket.socket, lambda: subprocess.run(['true'])):\n"
         "    try: f(); done.append('bad')\n"
         "    except OSError as e: done.append('refused')\n"
@@ -418,7 +419,7 @@ YAMLS = {
 def test_hostile_yaml(tmp_path: Path, case: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(YAMLS[case])
-    for read in (config.load_recipe, config.load_device, load_suite):
+    for read in (config.load_recipe, profile.load_device, load_suite):
         began = time.monotonic()
         with pytest.raises(ConfigError) as caught:
             read(str(path))
@@ -564,7 +565,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 def test_hostile_configurations(tmp_path: Path, case: str) -> None:
     from safetensors.numpy import save_file
 
-    from edgeft.model.hf import load_hf
+    from edgeft.engine.load_hf import load_hf
 
     values, says = CONFIGS[case]
     numbers = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -594,7 +595,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_hostile_weights(tmp_path: Path, case: str) -> None:
-    from edgeft.model.hf import Weights
+    from edgeft.formats.safetensors import Weights
 
     (tmp_path / "model.safetensors").write_bytes(WEIGHTS[case])
     with pytest.raises(ModelError, match="damaged"):
@@ -603,7 +604,7 @@ def test_hostile_weights(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"model": {"type": "BPE"}}', '{"version": "1.0", "model": 5}'])
 def test_hostile_tokenizers(tmp_path: Path, text: str) -> None:
-    from edgeft.model.hf import open_tokenizer_file
+    from edgeft.formats.hub import open_tokenizer_file
 
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ModelError, match="cannot load the tokenizer"):
@@ -636,9 +637,9 @@ EVIL = (
 
 
 def test_damaged_files_of_a_run(tmp_path: Path) -> None:
-    from edgeft import stage
+    from edgeft.pipeline import finetune
     from edgeft.report.story import summary
-    from edgeft.run import Run
+    from edgeft.run.folder import Run
     from edgeft.train import checkpoint
 
     run = Run.start(tmp_path / "run", config.Recipe(), resume=False)
@@ -650,7 +651,7 @@ def test_damaged_files_of_a_run(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=r"damaged|cannot read"):
             data_tokens.load(run.tokens)
         summary(run)
-        assert stage.complete(run, "train") == (content == junk[-1])  # a result that cannot be read is none
+        assert finetune.complete(run, "train") == (content == junk[-1])  # a result that cannot be read is none
         run.checkpoints.mkdir(exist_ok=True)
         checkpoint.name(run.checkpoints, 3).write_bytes(content)
         assert checkpoint.newest(run.checkpoints, lambda *_: None) is None

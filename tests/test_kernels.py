@@ -11,17 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from edgeft.config import HowConfig, Recipe, TrainConfig, UpdateConfig
+from edgeft.config import ExecutionConfig, Recipe, TrainConfig, UpdateConfig
+from edgeft.data.tree import Tree
+from edgeft.engine import choose, compiled, kernels, optimizer
+from edgeft.engine.batch import Batch, batch_of
+from edgeft.engine.feed_forward import feed_forward
+from edgeft.engine.kernels import Plan, heads
+from edgeft.engine.limits import padded
+from edgeft.engine.linear import ComputeOptions
+from edgeft.engine.load_gguf import load
+from edgeft.engine.norm import add_norm
+from edgeft.engine.stack import Stack
 from edgeft.errors import ConfigError, EdgeftError, RunError
-from edgeft.model import compiled, ggml, kernels
-from edgeft.model.attention import Tree
-from edgeft.model.block import Way, add_norm, feed_forward, padded
-from edgeft.model.kernels import Plan, heads
-from edgeft.model.stack import Batch, Stack, load
-from edgeft.run import Run
-from edgeft.sparse import scheme as schemes
-from edgeft.train import engine, optimizer
-from edgeft.train.progress import Progress
+from edgeft.formats import ggml
+from edgeft.methods import scheme as schemes
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
 from tests.test_attention import forest
 from tests.test_tree import ROWS
 
@@ -150,10 +155,10 @@ WAYS = {
 def gradients(
     stack: Stack, cut: int, parameters: dict[str, torch.nn.Parameter]
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    from edgeft.data.tree import Forest
+    from edgeft.data.forest import Forest
 
     rows = Forest(ROWS)
-    _, batch = rows.batch(list(range(len(ROWS))))
+    _, batch = batch_of(rows, list(range(len(ROWS))))
     loss = stack.head.loss(stack.top(stack.trunk(batch, cut), batch, cut), batch.targets)
     loss.backward()  # type: ignore[no-untyped-call]
     found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
@@ -211,8 +216,8 @@ def test_nothing_below_the_cut_gets_a_gradient(model: Path) -> None:
     hidden = torch.randn(9, stack.width)
     normed = add_norm((hidden, None), stack.layers[28].input_layernorm, library)[1]
     assert not normed.requires_grad
-    assert feed_forward(normed, stack.layers[28].mlp, Way(library)).requires_grad
-    assert not feed_forward(normed, stack.layers[29].mlp, Way(library)).requires_grad
+    assert feed_forward(normed, stack.layers[28].mlp, ComputeOptions(library)).requires_grad
+    assert not feed_forward(normed, stack.layers[29].mlp, ComputeOptions(library)).requires_grad
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -254,13 +259,13 @@ def test_unpacking_is_ggmls(name: str) -> None:
 
 def test_token_share(model: Path) -> None:
     """All tokens kept: the same gradients. Some: the same loss, and the gradients that stopping at the others gives."""
-    from edgeft.data.tree import Forest
+    from edgeft.data.forest import Forest
 
     stack = load(model)
     scheme = schemes.make(UpdateConfig(blocks=[26, 29], tensors=["q", "k", "v", "down"]), stack.depth, "llama")
     parameters = schemes.apply(stack, scheme, 0)
     stack.kernels = kernels.load()
-    _, batch = Forest(ROWS).batch(list(range(len(ROWS))))
+    _, batch = batch_of(Forest(ROWS), list(range(len(ROWS))))
     hidden = stack.trunk(batch, scheme.cut)
 
     def run() -> tuple[float, dict[str, torch.Tensor]]:
@@ -343,24 +348,24 @@ def test_auto_compiles_only_what_pays(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(kernels, "load", lambda: library)
     monkeypatch.setenv("EDGEFT_CACHE", str(tmp_path))  # nothing is built there
 
-    def choose(name: str, flops: float, how: str = "auto", head: int = 64) -> kernels.Kernels | None:
+    def chosen(name: str, flops: float, how: str = "auto", head: int = 64) -> kernels.Kernels | None:
         (tmp_path / name).mkdir(exist_ok=True)
-        run = Run(tmp_path / name, Recipe(how=HowConfig(compile=how)))
-        return engine.choose(run, head, "silu", flops, lines).kernels
+        run = Run(tmp_path / name, Recipe(how=ExecutionConfig(compile=how)))
+        return choose.choose(run, head, "silu", flops, lines).kernels
 
-    assert choose("short", 1e9) is None  # a hundredth of a second of work
-    assert choose("long", 1e15) is library
-    assert choose("off", 1e15, "off") is None
+    assert chosen("short", 1e9) is None  # a hundredth of a second of work
+    assert chosen("long", 1e15) is library
+    assert chosen("off", 1e15, "off") is None
     (said,) = lines.said  # once, for the long one
     assert said.startswith("compiled edgeft's kernels")
     monkeypatch.setattr(compiled, "compiler", lambda: None)
-    assert choose("bare", 1e15) is None
+    assert chosen("bare", 1e15) is None
     assert "no C++ compiler" in lines.said[1]
-    assert choose("long", 1e9) is library  # as it began
-    assert choose("short", 1e15, "on") is None
-    assert choose("odd", 1e15, "on", head=64) is library
+    assert chosen("long", 1e9) is library  # as it began
+    assert chosen("short", 1e15, "on") is None
+    assert chosen("odd", 1e15, "on", head=64) is library
     with pytest.raises(EdgeftError, match="heads"):
-        choose("odder", 1e15, "on", head=42)
+        chosen("odder", 1e15, "on", head=42)
 
 
 def test_a_run_keeps_its_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -368,8 +373,8 @@ def test_a_run_keeps_its_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     def half(name: str, products: str = "auto", how: str = "on") -> bool:
         (tmp_path / name).mkdir(exist_ok=True)
-        run = Run(tmp_path / name, Recipe(how=HowConfig(compile=how, products=products)))
-        return engine.choose(run, 64, "silu", 1e15, Lines()).half
+        run = Run(tmp_path / name, Recipe(how=ExecutionConfig(compile=how, products=products)))
+        return choose.choose(run, 64, "silu", 1e15, Lines()).half
 
     told = ["x86_64flags\t\t: fpu avx512_bf16 avx512_vnni"]
     monkeypatch.setattr(compiled, "_processor", lambda: told[0])
@@ -403,7 +408,7 @@ KINDS = [("plain", "fp32"), ("plain", "8bit"), ("kernels", "fp32"), ("kernels", 
 
 def stepped(
     by: str,
-    how: HowConfig,
+    how: ExecutionConfig,
     steps: int,
     reload_after: int = -1,
     train: TrainConfig | None = None,
@@ -430,14 +435,14 @@ def stepped(
 
 @pytest.mark.parametrize("by", ["plain", "kernels"])
 def test_in_place_is_the_same_step(by: str) -> None:
-    together, each = stepped(by, HowConfig(), 4), stepped(by, HowConfig(step_in_place=True), 4)
+    together, each = stepped(by, ExecutionConfig(), 4), stepped(by, ExecutionConfig(step_in_place=True), 4)
     assert all(torch.equal(a, b) for a, b in zip(together, each, strict=True))
 
 
 @pytest.mark.parametrize(("by", "kind"), KINDS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_its_state_comes_back(by: str, kind: str, in_place: bool) -> None:
-    how = HowConfig(optimizer_state=kind, step_in_place=in_place)
+    how = ExecutionConfig(optimizer_state=kind, step_in_place=in_place)
     whole, broken = stepped(by, how, 4), stepped(by, how, 4, reload_after=1)
     assert all(torch.equal(a, b) for a, b in zip(whole, broken, strict=True))
 
@@ -445,7 +450,7 @@ def test_its_state_comes_back(by: str, kind: str, in_place: bool) -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("by", "optimizer"), [("plain", "adamw"), ("kernels", "adamw"), ("plain", "sgd")])
 def test_biases_and_norms_have_a_rate_of_their_own(by: str, optimizer: str, in_place: bool) -> None:
-    how, train = HowConfig(step_in_place=in_place), TrainConfig(clip=0.0, optimizer=optimizer)
+    how, train = ExecutionConfig(step_in_place=in_place), TrainConfig(clip=0.0, optimizer=optimizer)
     slow, fast, both = (stepped(by, how, 1, train=train, rates=r) for r in ((1e-3, None), (1e-2, None), (1e-3, 1e-2)))
     assert torch.equal(both[0], slow[0])
     assert torch.equal(both[1], fast[1])
@@ -455,7 +460,7 @@ def test_biases_and_norms_have_a_rate_of_their_own(by: str, optimizer: str, in_p
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_adamw_is_torchs(clip: float) -> None:
     train = TrainConfig(clip=clip, weight_decay=0.1)
-    ours, theirs = (stepped(by, HowConfig(), 5, train=train) for by in ("kernels", "plain"))
+    ours, theirs = (stepped(by, ExecutionConfig(), 5, train=train) for by in ("kernels", "plain"))
     assert all(near(a, b) < 1e-6 for a, b in zip(ours, theirs, strict=True))
 
 
@@ -464,7 +469,7 @@ def test_adamw_is_the_same_whatever_the_threads() -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(stepped("kernels", HowConfig(optimizer_state="8bit"), 3, train=TrainConfig(clip=0.05)))
+            found.append(stepped("kernels", ExecutionConfig(optimizer_state="8bit"), 3, train=TrainConfig(clip=0.05)))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -478,7 +483,7 @@ def test_small_moments_are_right_on_average(kind: str, close: float) -> None:
         torch.manual_seed(5)
         size = torch.logspace(-3, 0, 1000)
         parameter = torch.nn.Parameter(torch.zeros(1000))
-        train, how = TrainConfig(clip=0.0), HowConfig(optimizer_state=kind)
+        train, how = TrainConfig(clip=0.0), ExecutionConfig(optimizer_state=kind)
         found = optimizer.make({"w": parameter}, train, how, kernels.load())
         found.set_rate(1e-3)
         for _ in range(300):
@@ -496,7 +501,7 @@ def test_small_moments_are_right_on_average(kind: str, close: float) -> None:
 def test_a_still_moment_decays() -> None:
     """Second moments fall by 1 % a step: rounded to the nearest byte they would never fall."""
     parameter = torch.nn.Parameter(torch.zeros(4096))
-    how = HowConfig(optimizer_state="8bit")
+    how = ExecutionConfig(optimizer_state="8bit")
     found = optimizer.make({"w": parameter}, TrainConfig(clip=0.0), how, kernels.load())
     for step in range(201):
         parameter.grad = torch.full((4096,), 1.0 if step == 0 else 0.0)
@@ -517,7 +522,7 @@ def test_in_place_it_clips_by_the_step_before(compiled: bool) -> None:
     norms = [math.sqrt(sum(float(g.square().sum()) for g in step.values())) for step in gradients]
     start = {name: torch.randn(64, 64) for name in "ab"}
 
-    def learned(how: HowConfig, train: TrainConfig, scales: list[float], resumed: bool = False) -> dict[str, Any]:
+    def learned(how: ExecutionConfig, train: TrainConfig, scales: list[float], resumed: bool = False) -> dict[str, Any]:
         parameters = {name: nn.Parameter(value.clone()) for name, value in start.items()}
         engine = kernels.load() if compiled else None
         made = optimizer.make(parameters, train, how, engine)
@@ -532,23 +537,23 @@ def test_in_place_it_clips_by_the_step_before(compiled: bool) -> None:
         return {name: value.detach() for name, value in parameters.items()}
 
     clipped, free = TrainConfig(clip=1.0, lr=1e-2), TrainConfig(clip=0.0, lr=1e-2)
-    found = learned(HowConfig(step_in_place=True), clipped, [1.0] * 3)
-    again = learned(HowConfig(step_in_place=True), clipped, [1.0] * 3, resumed=True)
+    found = learned(ExecutionConfig(step_in_place=True), clipped, [1.0] * 3)
+    again = learned(ExecutionConfig(step_in_place=True), clipped, [1.0] * 3, resumed=True)
     assert all(torch.equal(found[name], again[name]) for name in "ab")
     # the first step's norm is foreseen from the tensors that are there: about right
-    wanted = learned(HowConfig(), free, [1 / norms[0], 1 / norms[0], 1 / norms[1]])
+    wanted = learned(ExecutionConfig(), free, [1 / norms[0], 1 / norms[0], 1 / norms[1]])
     assert all(torch.allclose(found[name], wanted[name], atol=2e-4) for name in "ab")
-    late = learned(HowConfig(), clipped, [1.0] * 3)  # each step by its own norm
+    late = learned(ExecutionConfig(), clipped, [1.0] * 3)  # each step by its own norm
     assert not any(torch.allclose(found[name], late[name], atol=2e-4) for name in "ab")
 
 
 def test_bf16_moments_need_the_kernels() -> None:
     with pytest.raises(ConfigError, match="kernels"):
-        optimizer.make({}, TrainConfig(), HowConfig(optimizer_state="bf16"), None)
+        optimizer.make({}, TrainConfig(), ExecutionConfig(optimizer_state="bf16"), None)
 
 
 def test_moments_of_an_earlier_version_are_refused() -> None:
     parameters = {"w": torch.nn.Parameter(torch.zeros(4))}
-    found = optimizer.make(parameters, TrainConfig(), HowConfig(), kernels.load())
+    found = optimizer.make(parameters, TrainConfig(), ExecutionConfig(), kernels.load())
     with pytest.raises(RunError, match="earlier edgeft"):
         found.restore({"adamw.exp_avg.w": torch.zeros(4), "adamw.exp_avg_sq.w": torch.zeros(4)}, {"adamw.step.w": 1.0})

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from edgeft import limit
-from edgeft.device import control_groups, memory
+from edgeft.host import limit
+from edgeft.host.device import control_groups, memory
 
 MIB = 2**20
 TAKE = "import sys; data = bytearray(int(sys.argv[1]) << 20); print('took it')"
@@ -39,7 +39,7 @@ def test_a_group_ends_who_takes_more() -> None:
 @pytest.mark.skipif(not limit.can_make_group(), reason="no control group can be made here")
 def test_what_a_killed_process_left_is_taken_away() -> None:
     code = (
-        "import os, signal; from edgeft.limit import hard_limit; context = hard_limit(1 << 26); "
+        "import os, signal; from edgeft.host.limit import hard_limit; context = hard_limit(1 << 26); "
         "print(context.__enter__().group, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     left = Path(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout.strip())
@@ -51,7 +51,9 @@ def test_what_a_killed_process_left_is_taken_away() -> None:
 
 @pytest.mark.skipif(not limit.can_make_group(), reason="no control group can be made here")
 def test_a_process_sees_its_limit_and_ends_with_the_group() -> None:
-    script = "from edgeft.device import memory; print(memory().limit_bytes, flush=True); import time; time.sleep(60)"
+    script = (
+        "from edgeft.host.device import memory; print(memory().limit_bytes, flush=True); import time; time.sleep(60)"
+    )
     with limit.hard_limit(128 * MIB) as under:
         child = subprocess.Popen([sys.executable, "-c", script], preexec_fn=under.join, stdout=subprocess.PIPE)
         assert child.stdout is not None

@@ -12,23 +12,26 @@ import pytest
 import torch
 
 from edgeft.config import Recipe, UpdateConfig
+from edgeft.data.forest import Forest
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
-from edgeft.data.tree import Forest
+from edgeft.engine import choose, compiled, kernels, page_release
+from edgeft.engine.batch import batch_of
+from edgeft.engine.load_gguf import load, row_order
+from edgeft.engine.packed import Packed
+from edgeft.engine.stack import Stack
 from edgeft.errors import DamagedError, EdgeftError
+from edgeft.evaluate.fast_types import with_fast_types
 from edgeft.evaluate.llamacpp import LlamaFile, room
-from edgeft.evaluate.quick import quick
 from edgeft.export.gguf import export_gguf
 from edgeft.export.verify import compare
-from edgeft.limit import can_make_group
-from edgeft.model import compiled, ggml, kernels, spare
-from edgeft.model.gguf import GGUF, let_go
-from edgeft.model.packed import Packed
-from edgeft.model.stack import Stack, load, row_order
-from edgeft.model.tokenizer import GgufTokenizer
-from edgeft.run import Run
-from edgeft.sparse import scheme
-from edgeft.train import checkpoint, engine
+from edgeft.formats import ggml
+from edgeft.formats.gguf import GGUF, let_go
+from edgeft.formats.tokenizer import GgufTokenizer
+from edgeft.host.limit import can_make_group
+from edgeft.methods import scheme
+from edgeft.run.folder import Run
+from edgeft.train import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import limits
@@ -46,9 +49,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sparing() -> Iterator[None]:
-    spare.use(True)
+    page_release.enable(True)
     yield
-    spare.use(False)
+    page_release.enable(False)
 
 
 needs_compiler = pytest.mark.skipif(not (compiled.is_built() or compiled.compiler()), reason="no C++ compiler")
@@ -69,7 +72,7 @@ def test_llama_cpp_and_the_trainer_read_the_same_from_a_random_model(tiny: Path)
     assert max(ids) < tokenizer.vocab_size
     assert tokenizer.encode("<|im_start|>user\n")[0] == 1  # marks are there, so that the chat template works
     stack = load(tiny)
-    _, batch = Forest([row(ids)]).batch([0])
+    _, batch = batch_of(Forest([row(ids)]), [0])
     ours = stack.logits(batch).numpy()
     with LlamaFile(tiny, n_ctx=64, threads=1) as file:
         theirs = file.target_logits(ids, range(len(ids) - 1))
@@ -125,7 +128,7 @@ def test_rows_are_put_in_order_when_they_are_used(tiny: Path) -> None:
     assert np.shares_memory(ordered.data, gguf.data)  # no copy
     assert torch.equal(ordered.dense(), wanted)
     assert torch.equal(ordered.dense(16, 48), wanted[16:48])
-    assert torch.equal(ordered.picked(np.array([5, 2, 5])), wanted[[5, 2, 5]])
+    assert torch.equal(ordered.gather_rows(np.array([5, 2, 5])), wanted[[5, 2, 5]])
     back = np.argsort(order)
     assert torch.equal(ordered.permuted(back).dense(), stored.copy())
 
@@ -158,7 +161,7 @@ needs_smaps = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="
 
 @needs_smaps
 def test_sparing_memory_changes_no_number_and_keeps_no_weights(model: Path, request: pytest.FixtureRequest) -> None:
-    _, batch = Forest([row(GgufTokenizer(model).encode(TEXT))]).batch([0])
+    _, batch = batch_of(Forest([row(GgufTokenizer(model).encode(TEXT))]), [0])
 
     def numbers(stack: Stack) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = stack.trunk(batch, 25).requires_grad_()
@@ -209,16 +212,17 @@ import numpy as np
 from edgeft.config import UpdateConfig
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
-from edgeft.data.tree import Forest
-from edgeft.model import kernels
-from edgeft.model.stack import load
-from edgeft.sparse import scheme
+from edgeft.data.forest import Forest
+from edgeft.engine import kernels
+from edgeft.engine.batch import batch_of
+from edgeft.engine.load_gguf import load
+from edgeft.methods import scheme
 
 stack = load(sys.argv[1], lean=True)
 stack.kernels, stack.recompute = kernels.load(), True
 parameters = scheme.apply(stack, scheme.make(UpdateConfig(blocks="1-2"), stack.depth, stack.arch), 0)
 ids = np.arange(20, 60, dtype=np.int32)
-_, batch = Forest([Encoded(ids, ids > 20, Row([], []))]).batch([0])
+_, batch = batch_of(Forest([Encoded(ids, ids > 20, Row([], []))]), [0])
 stack.head.loss(stack.top(stack.trunk(batch, 1), batch, 1), batch.targets).backward()
 assert all(p.grad is not None for p in parameters.values())
 print([name for name in ("torch._dynamo", "sympy", "transformers") if name in sys.modules])
@@ -233,7 +237,7 @@ def test_what_is_computed_again_is_the_same(tiny: Path, share: float) -> None:
     update = UpdateConfig(blocks="1-2", tensors=["q", "k", "up", "down"], biases=True, norms=True)
     parameters = scheme.apply(stack, scheme.make(update, stack.depth, stack.arch), 0)
     ids = np.random.default_rng(0).integers(20, 1000, 48).tolist()
-    _, batch = Forest([row(ids), row([*ids[:20], *ids[5:20]])]).batch([0, 1])
+    _, batch = batch_of(Forest([row(ids), row([*ids[:20], *ids[5:20]])]), [0, 1])
     if share < 1:  # gradients pass through some tokens only
         batch.at, batch.targets = batch.at[::4], batch.targets[::4]
         chosen = np.random.default_rng(1).permutation(len(batch.tokens))[: int(share * len(batch.tokens))]
@@ -303,15 +307,15 @@ def test_the_check_of_an_export_runs_through_the_kernels(tiny: Path, tmp_path: P
 @needs_compiler
 def test_an_export_is_checked_with_the_kernels_that_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.start(tmp_path / "run", Recipe(), False)
-    assert engine.recalled(run) is None  # of a run from before, or trained in plain torch
+    assert choose.recalled(run) is None  # of a run from before, or trained in plain torch
     run.write_json(run.path / "engine.json", {"kernels": True, "half": True})
     own = kernels.load()
-    found = engine.recalled(run)
+    found = choose.recalled(run)
     assert found is not None
     assert found.kernels is own
     assert not found.half
     monkeypatch.setattr(compiled, "is_built", lambda: False)  # on another machine
-    assert engine.recalled(run) is None
+    assert choose.recalled(run) is None
 
 
 # ---------------------------------------------------------------- scoring in little memory
@@ -321,7 +325,7 @@ def test_scoring_stays_within_its_room(model: Path) -> None:
     assert room(1000) == 1000
     assert room(0) > 1 << 20
     assert room(1 << 60) == pytest.approx(room(0), rel=0.2)
-    with quick(model, 100_000, room_bytes=600 << 20) as place:
+    with with_fast_types(model, 100_000, room_bytes=600 << 20) as place:
         assert place == model  # the float16 copy is larger than a quarter of that
     ids = GgufTokenizer(model).encode(TEXT)
     found = []

@@ -17,27 +17,31 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft import config, pipeline
-from edgeft.config import HowConfig, Recipe, TrainConfig, UpdateConfig, build
+from edgeft import config
+from edgeft.arch.header import BIASES, LINEARS
+from edgeft.config import ExecutionConfig, Recipe, TrainConfig, UpdateConfig
 from edgeft.data import tokens
+from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
-from edgeft.data.tree import Forest, epoch_order
+from edgeft.engine import kernels, optimizer
+from edgeft.engine.batch import Batch, batch_of
+from edgeft.engine.load_gguf import load
+from edgeft.engine.load_hf import load_hf
+from edgeft.engine.pool import _use_count, pool
+from edgeft.engine.stack import Stack, weight_of
 from edgeft.errors import ConfigError
 from edgeft.export.hf import export_hf
 from edgeft.export.verify import MAX_KL
-from edgeft.model import kernels
-from edgeft.model.header import BIASES, LINEARS
-from edgeft.model.hf import load_hf
-from edgeft.model.pool import _use_count, pool
-from edgeft.model.stack import Batch, Stack, load, weight_of
-from edgeft.run import Run
-from edgeft.sparse import scheme as schemes
-from edgeft.sparse.layers import Int8Linear, LiteLinear, largest
-from edgeft.train import checkpoint, optimizer
+from edgeft.formats.source import model_source
+from edgeft.methods import scheme as schemes
+from edgeft.methods.layers import Int8Linear, LiteLinear, largest
+from edgeft.methods.qas import Qas
+from edgeft.pipeline import export, stages
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
+from edgeft.train import build, checkpoint
 from edgeft.train.loop import CHOOSING_ROWS
-from edgeft.train.progress import Progress
-from edgeft.train.qas import Qas
 from tests.conftest import small_rows
 from tests.test_hf import reference
 from tests.test_tree import ROWS
@@ -85,7 +89,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def batch() -> Batch:
-    from edgeft.model.attention import Tree
+    from edgeft.data.tree import Tree
 
     n = len(IDS)
     ids = torch.tensor(IDS)
@@ -148,7 +152,7 @@ def test_sliced_gradients_are_columns_of_plain_autograds(
     small: Callable[[str], Path], family: str, frozen: str, engine: str
 ) -> None:
     path = small(family)
-    update = build(UpdateConfig, {**SLICED, "choose": "weight"}, "update")
+    update = config.build(UpdateConfig, {**SLICED, "choose": "weight"}, "update")
     stack, _, parameters = built(path, update, engine, frozen)
     with torch.no_grad():
         for name, parameter in parameters.items():  # away from where they began: columns must be read from the parts
@@ -216,7 +220,7 @@ def buffers() -> Any:
 def kept(stack: Stack, cut: int, buffers: Any) -> int:
     """Bytes of activations that are in use between the forward and the backward pass."""
     assert _use_count is not None
-    _, rows = Forest(ROWS).batch(list(range(len(ROWS))))
+    _, rows = batch_of(Forest(ROWS), list(range(len(ROWS))))
     hidden = stack.trunk(rows, cut)
     buffers.resize(64)
     loss = stack.head.loss(stack.top(hidden, rows, cut), rows.targets)
@@ -264,7 +268,7 @@ def test_frugal_blocks_compute_the_same(model: Path) -> None:
     for name, parameter in parameters.items():
         if "norm" not in name:
             parameter.data.normal_(std=0.02)
-    _, rows = Forest(ROWS).batch(list(range(len(ROWS))))
+    _, rows = batch_of(Forest(ROWS), list(range(len(ROWS))))
     found = []
     for frugal in (False, True):
         stack.frugal = frugal
@@ -329,7 +333,7 @@ def test_a_projection_comes_from_the_seed_and_the_name(small: Callable[[str], Pa
 # ---------------------------------------------------------------- int8 weights
 
 
-def optimizer_of(stack: Stack, parameters: Any, update: UpdateConfig, train: TrainConfig, how: HowConfig) -> Any:
+def optimizer_of(stack: Stack, parameters: Any, update: UpdateConfig, train: TrainConfig, how: ExecutionConfig) -> Any:
     layers = schemes.int8(stack)
     if not layers:
         return optimizer.make(parameters, train, how, stack.kernels)
@@ -337,10 +341,10 @@ def optimizer_of(stack: Stack, parameters: Any, update: UpdateConfig, train: Tra
 
 
 def learned(
-    path: Path, update: UpdateConfig, train: TrainConfig, how: HowConfig | None = None, steps: int = 12
+    path: Path, update: UpdateConfig, train: TrainConfig, how: ExecutionConfig | None = None, steps: int = 12
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The weights after some steps on one row, and the losses on the way."""
-    how = how or HowConfig()
+    how = how or ExecutionConfig()
     stack, scheme, parameters = built(path, update, "torch")
     moves = optimizer_of(stack, parameters, update, train, how)
     losses = []
@@ -411,7 +415,7 @@ def test_moments_of_8_bits_learn_as_well(small: Callable[[str], Path], method: s
     train = SGD if method == "sgd" else TrainConfig(lr=2e-3)
     exact = replace(INT8, rounding="none")
     _, wanted = learned(path, exact, train)
-    _, small_ones = learned(path, exact, train, HowConfig(optimizer_state="8bit"))
+    _, small_ones = learned(path, exact, train, ExecutionConfig(optimizer_state="8bit"))
     assert wanted[-1] < 0.9 * wanted[0]
     assert small_ones[0] - small_ones[-1] == pytest.approx(wanted[0] - wanted[-1], rel=0.05)
 
@@ -419,7 +423,7 @@ def test_moments_of_8_bits_learn_as_well(small: Callable[[str], Path], method: s
 def test_in_place_is_the_same_step(small: Callable[[str], Path]) -> None:
     path, train = small("Llama"), replace(SGD, clip=0.0, lr=1e-4)
     together, _ = learned(path, INT8, train, steps=3)
-    each, _ = learned(path, INT8, train, HowConfig(step_in_place=True), steps=3)
+    each, _ = learned(path, INT8, train, ExecutionConfig(step_in_place=True), steps=3)
     assert all(torch.equal(together[name], each[name]) for name in together)
 
 
@@ -528,7 +532,7 @@ RUNS = {
 def test_resumed_is_the_same_bit_for_bit(data: Path, tmp_path: Path, way: str) -> None:
     recipe, *sets = RUNS[way]
     run = start(tmp_path / "run", data, recipe, *sets)
-    pipeline.train(run, Progress())
+    stages.train(run, Progress())
     done = run.read_json(run.done)
     assert done is not None
     assert done["best_loss"] < done["base_loss"]
@@ -540,18 +544,18 @@ def test_resumed_is_the_same_bit_for_bit(data: Path, tmp_path: Path, way: str) -
     run.best.unlink()
     assert run._lock is not None
     run._lock.close()
-    pipeline.train(Run.start(run.path, Run.open(run.path).recipe, True), Progress())
+    stages.train(Run.start(run.path, Run.open(run.path).recipe, True), Progress())
     again = saved(run, 4)
     assert again.keys() == wanted.keys()
     assert all(torch.equal(again[name], wanted[name]) for name in wanted)
     assert all(torch.equal(best[name], value) for name, value in checkpoint.read(run.best)[0].items())
-    stack, scheme, _ = pipeline.trained_stack(run)  # in plain torch, as exports see it
+    stack, scheme, _ = build.trained_stack(run)  # in plain torch, as exports see it
     assert all(torch.isfinite(value).all() for _, value in schemes.updated(stack, scheme))
 
 
 def test_channels_are_chosen_by_gradients_once(data: Path, tmp_path: Path) -> None:
     run = start(tmp_path / "run", data, *RUNS["by gradient"])
-    pipeline.train(run, Progress())
+    stages.train(run, Progress())
     from edgeft.data import tokens
 
     rows, _ = tokens.load(run.tokens)
@@ -561,7 +565,7 @@ def test_channels_are_chosen_by_gradients_once(data: Path, tmp_path: Path) -> No
     forest = Forest(rows)
     sizes = {name: torch.zeros(p.shape[1]) for name, p in parameters.items()}
     for row in epoch_order(forest, range(len(rows)), 0, 0, grouped=False)[:CHOOSING_ROWS]:
-        _, one = forest.batch([row])
+        _, one = batch_of(forest, [row])
         stack.head.loss(stack.top(stack.trunk(one, 1), one, 1), one.targets).backward()  # type: ignore[no-untyped-call]
         for name, p in parameters.items():
             assert p.grad is not None
@@ -576,7 +580,7 @@ def test_channels_are_chosen_by_gradients_once(data: Path, tmp_path: Path) -> No
 
 def test_only_the_blocks_whose_turn_it_is_move(data: Path, tmp_path: Path) -> None:
     run = start(tmp_path / "run", data, *RUNS["cycle"], "update.blocks=all", "train.steps=3")
-    pipeline.train(run, Progress())
+    stages.train(run, Progress())
     scheme = schemes.make(run.recipe.update, 3, "llama")
     for step in range(3):
         before, after = saved(run, step), saved(run, step + 1)
@@ -605,7 +609,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         with pytest.raises(ConfigError, match=method):
             schemes.make(UpdateConfig(method=method, weights=False, norms=True), 4, "llama")
     with pytest.raises(ConfigError, match="sgd"):
-        optimizer.make({"a": torch.nn.Parameter(torch.zeros(3))}, SGD, HowConfig(optimizer_state="8bit"), None)
+        optimizer.make({"a": torch.nn.Parameter(torch.zeros(3))}, SGD, ExecutionConfig(optimizer_state="8bit"), None)
 
 
 @pytest.mark.slow
@@ -626,15 +630,15 @@ def test_every_method_exports_and_llamacpp_agrees(recipe: str, sets: list[str], 
     chosen.data.path = str(data)
     settings = [*sets, "train.steps=6", "train.batch_rows=4", "train.validations=1"]
     run = Run.start(tmp_path / "run", config.apply_sets(chosen, settings), False)
-    pipeline.train(run, Progress())
+    stages.train(run, Progress())
     done = run.read_json(run.done)
     assert done is not None
     assert done["best_loss"] < done["base_loss"]
-    found = pipeline.export(run, "gguf", "auto", run.model, Progress())
+    found = export.export(run, "gguf", "auto", run.model, Progress())
     assert found["check"]["mean_kl"] <= MAX_KL
-    stack, scheme, _ = pipeline.trained_stack(run)
-    folder = export_hf(pipeline.model_source(None), schemes.updated(stack, scheme), tmp_path / "hf")
-    _, rows = Forest(ROWS).batch([0, 1])
+    stack, scheme, _ = build.trained_stack(run)
+    folder = export_hf(model_source(None), schemes.updated(stack, scheme), tmp_path / "hf")
+    _, rows = batch_of(Forest(ROWS), [0, 1])
     assert near(load_hf(str(folder), "dense").logits(rows), stack.logits(rows)) < 5e-3
 
 
@@ -652,7 +656,7 @@ def test_the_search_of_a_run_takes_any_model(
     run = Run.start(tmp_path / "run", config.apply_sets(recipe, sets), False)
     some = [Encoded(np.array([*IDS[n:], *IDS[:n]], np.int32), np.arange(len(IDS)) >= 8, Row([], [])) for n in range(16)]
     tokens.save(run.tokens, some[:12], some[12:])
-    pipeline.train(run, Progress())
+    stages.train(run, Progress())
     biased = {tensor for part in run.recipe.update.parts if part.biases for tensor in part.tensors}
     assert biased == set(BIASES[family.lower()])
     assert run.searched.is_file()

@@ -13,23 +13,28 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft import config, device, pipeline
+from edgeft import config
 from edgeft.config import Recipe, UpdateConfig
+from edgeft.data.forest import Forest
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
-from edgeft.data.tree import Forest
+from edgeft.engine import kernels, limits
+from edgeft.engine.batch import batch_of
+from edgeft.engine.limits import UNPACKED
+from edgeft.engine.load_gguf import load
+from edgeft.engine.pool import pool
 from edgeft.errors import ConfigError, DoesNotFitError
-from edgeft.model import block, kernels
-from edgeft.model.kernels import UNPACKED
-from edgeft.model.pool import pool
-from edgeft.model.stack import load
-from edgeft.plan import buffers, fit, memory, seconds, show
+from edgeft.host import device
+from edgeft.host.profile import load_device
+from edgeft.methods import scheme as schemes
+from edgeft.pipeline import export
+from edgeft.plan import buffers, fit, memory, seconds
 from edgeft.plan.fit import Job, Machine
-from edgeft.plan.rows import Load
+from edgeft.plan.rows import Workload
 from edgeft.plan.seconds import Rates
 from edgeft.plan.shape import KERNEL_TYPES, shape_of
-from edgeft.sparse import scheme as schemes
 from edgeft.train.remaining import Remaining
+from edgeft.ui.plan import lines as plan_lines
 from tests.conftest import Edgeft, small_rows
 
 RECIPES = config.names("recipe")
@@ -45,7 +50,7 @@ def row(count: int, targets: int, seed: int = 0) -> Encoded:
 def job(model: Path, name: str, *sets: str, tokens: int = 256, rows: int = 32) -> Job:
     recipe = config.apply_sets(config.load_recipe(name), ["how.products=bf16", *sets])
     encoded = [row(tokens, 8, seed) for seed in range(rows + 4)]
-    return Job(recipe, shape_of(str(model), recipe.model.frozen), Load(encoded[4:], encoded[:4], recipe), MACHINE)
+    return Job(recipe, shape_of(str(model), recipe.model.frozen), Workload(encoded[4:], encoded[:4], recipe), MACHINE)
 
 
 # ---------------------------------------------------------------- what is counted is what is held
@@ -83,7 +88,7 @@ def test_buffers_are_those_that_the_pool_gives_out(
     stack.kernels = stack.head.kernels = kernels.load()
     stack.half, stack.recompute = half, recompute
     stack.frugal = scheme.method == "tinytl" or not scheme.shares
-    _, batch = Forest([row(40, 6), row(24, 5)]).batch([0, 1])
+    _, batch = batch_of(Forest([row(40, 6), row(24, 5)]), [0, 1])
     hidden = stack.trunk(batch, scheme.cut)
     pool.resize(128)
     for _ in range(2):  # the second pass finds all that it needs
@@ -96,16 +101,16 @@ def test_buffers_are_those_that_the_pool_gives_out(
 
 
 def test_numbers_that_stand_in_two_places_are_the_same() -> None:
-    assert [buffers.padded(n) for n in range(1, 3000, 7)] == [block.padded(n) for n in range(1, 3000, 7)]
+    assert [buffers.padded(n) for n in range(1, 3000, 7)] == [limits.padded(n) for n in range(1, 3000, 7)]
     assert KERNEL_TYPES == UNPACKED
-    assert memory.VERIFY_ROWS == pipeline.VERIFY_ROWS
+    assert memory.VERIFY_ROWS == export.VERIFY_ROWS
 
 
 def test_passes_are_those_that_training_makes(model: Path) -> None:
     recipe = config.apply_sets(config.load_recipe("sparse-bp"), ["train.batch_rows=4"])
     shared = row(50, 0).ids
     rows = [dataclasses.replace(row(80, 5, n), ids=np.concatenate([shared, row(30, 5, n).ids])) for n in range(8)]
-    load = Load(rows[:6], rows[6:], recipe)
+    load = Workload(rows[:6], rows[6:], recipe)
     assert (load.longest, load.row_tokens, load.tree_tokens) == (80, 480, 50 + 8 * 30)
     steps = load.passes(1024)
     assert [len(step) for step in steps] == [1, 1]
@@ -115,7 +120,7 @@ def test_passes_are_those_that_training_makes(model: Path) -> None:
     assert [one.tokens for one in load.passes(128)[0]] == [110, 110]  # 50 and two rows' own 30
     assert load.widest(128).tokens == 110
     assert load.cut(40).longest == 40
-    many = Load(rows[:6], rows[6:], recipe, train_rows=600, heldout_rows=20)
+    many = Workload(rows[:6], rows[6:], recipe, train_rows=600, heldout_rows=20)
     assert many.sampled
     assert not load.sampled
     assert many.row_tokens == 100 * load.row_tokens
@@ -136,7 +141,7 @@ def test_how_is_chosen_to_fit_and_what_is_learned_stays(model: Path, name: str) 
     tight, found = fit.make(job(model, name), budget)
     assert found["peak_bytes"] <= budget
     assert tight.recipe.how != asked.how
-    assert config.what(tight.recipe) == config.what(asked)
+    assert config.learning_identity(tight.recipe) == config.learning_identity(asked)
 
 
 def test_the_fastest_way_that_fits_is_taken(model: Path) -> None:
@@ -176,7 +181,7 @@ def test_each_way_needs_less(model: Path) -> None:
 
 def test_kernels_are_compiled_to_fit_where_time_alone_is_no_reason(model: Path) -> None:
     recipe = config.apply_sets(config.load_recipe("sparse-bp"), ["train.steps=1"])
-    shape, load_ = shape_of(str(model), "auto"), Load([row(64, 8)], [row(64, 8, 1)], recipe)
+    shape, load_ = shape_of(str(model), "auto"), Workload([row(64, 8)], [row(64, 8, 1)], recipe)
     bare = dataclasses.replace(MACHINE, built=False)
     short = Job(recipe, shape, load_, bare)
     assert not short.engine.kernels
@@ -279,10 +284,10 @@ def test_a_search_takes_its_time_where_it_pays(model: Path) -> None:
     assert searched.seconds() - rule.seconds() == pytest.approx(took["search"])
     _, plan = fit.make(searched, 64 * GIB)
     assert plan["search_seconds"] == pytest.approx(took["search"], abs=0.1)
-    assert any("what is trained is found first" in line for line in show.lines(plan))
+    assert any("what is trained is found first" in line for line in plan_lines(plan))
     short = fit.make(job(model, "sparse-bp", "train.steps=1"), 64 * GIB)[1]
     assert short["search_seconds"] == 0
-    assert not any("found first" in line for line in show.lines(short))
+    assert not any("found first" in line for line in plan_lines(short))
     assert "search" not in rule.clock().stages(0)
 
 
@@ -295,10 +300,10 @@ def test_rates_are_measured_ones_or_a_profiles(monkeypatch: pytest.MonkeyPatch) 
     assert found.source == "measured by doctor"
     monkeypatch.setattr(device, "read_gemm_cache", dict)
     assert seconds.of_this_machine(cores).fp32 > 1e9
-    profile = seconds.of_profile(config.load_device("rpi5"))
+    profile = seconds.of_profile(load_device("rpi5"))
     assert profile is not None
     assert profile.fp32 == 70e9
-    assert seconds.of_profile(dataclasses.replace(config.load_device("rpi5"), gemm_gflops=0.0)) is None
+    assert seconds.of_profile(dataclasses.replace(load_device("rpi5"), gemm_gflops=0.0)) is None
 
 
 def test_what_is_left_is_corrected_by_what_was_measured() -> None:
@@ -318,7 +323,7 @@ def test_the_command_plans_without_torch(edgeft: Edgeft, tmp_path: Path) -> None
     found = edgeft("plan", "--device", "rpi5", "--data", small_rows(tmp_path / "rows"), "--json")
     assert found.returncode == 0, found.stderr
     plan = json.loads(found.stdout)
-    assert plan["budget_bytes"] == config.load_device("rpi5").budget_bytes
+    assert plan["budget_bytes"] == load_device("rpi5").budget_bytes
     assert set(plan["stages"]) == {"prepare", "trunk", "train", "export", "eval"}
     assert plan["machine"]["name"] == "rpi5"
     assert not plan["engine"]["half"]  # this machine may multiply bf16, a Raspberry Pi 5 does not
@@ -335,8 +340,9 @@ def test_planning_imports_no_torch(model: Path, tmp_path: Path) -> None:
     import subprocess
 
     script = (
-        "import sys; from edgeft import config, pipeline; recipe, profile = config.resolve('sparse-bp', 'auto', []); "
-        "recipe.data.path = sys.argv[1]; plan = pipeline.plan_of(recipe, profile, 8 << 30); "
+        "import sys; from edgeft.host.profile import resolve; from edgeft.pipeline.planning import plan_of; "
+        "recipe, profile = resolve('sparse-bp', 'auto', []); "
+        "recipe.data.path = sys.argv[1]; plan = plan_of(recipe, profile, 8 << 30); "
         "print('torch' in sys.modules, 'transformers' in sys.modules, plan['peak_bytes'])"
     )
     rows = small_rows(tmp_path / "rows")

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from edgeft import cache, config, offline
+from edgeft import config
 from edgeft.cli import app
 from edgeft.errors import RunError
-from edgeft.run import Run
+from edgeft.host import cache, offline
+from edgeft.run.folder import Run
 from tests.conftest import Edgeft, small_rows
 
 runner = CliRunner()
@@ -242,11 +243,11 @@ def test_offline_a_hub_id_is_refused_at_once(
 def test_offline_is_chosen_by_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*offline.OFFLINE, *offline.QUIET):
         monkeypatch.setenv(name, "")  # put back afterwards
-    offline.go_if(False, "owner/name", None)
+    offline.disable_network_if(False, "owner/name", None)
     assert not offline.on()
-    offline.go_if(False, str(tmp_path), None)
+    offline.disable_network_if(False, str(tmp_path), None)
     assert offline.on()
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
-    offline.go_if(True, "owner/name")
+    offline.disable_network_if(True, "owner/name")
     assert offline.on()
     assert os.environ["HF_DATASETS_OFFLINE"] == "1"

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from edgeft import config
-from edgeft.model.gguf import GGUF
+from edgeft.formats.gguf import GGUF
 from edgeft.report import svg, words, write_card, write_report
 from edgeft.report.page import difference_marked
-from edgeft.report.story import compare_files, summary, tell
-from edgeft.run import Run
+from edgeft.report.story import compare_files, load_run_summary, summary
+from edgeft.run.folder import Run
 from tests.conftest import Edgeft
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
@@ -184,7 +184,7 @@ def test_report_tells_the_story(run: Run) -> None:
 
 
 def test_steps_that_were_done_again_count_once(run: Run) -> None:
-    story = tell(run)
+    story = load_run_summary(run)
     assert [step for step, _ in story.train_loss] == list(range(1, 41))
     assert dict(story.stages) == {"prepare": 1.5, "trunk": 7.0, "train": 40.0, "export": 6.0, "evaluate": 8.0}
     assert story.memory[-1] == (40.0, 2**30)
@@ -241,10 +241,10 @@ def test_commands(run: Run, edgeft: Edgeft, tmp_path: Path) -> None:
 def test_words() -> None:
     assert words.figure("loss", 1.23456) == "1.2346"
     assert words.figure("f1", None) == "–"
-    assert words.duration(59.96) == "60.0 s"
-    assert words.duration(3725) == "1 h 2 min"
-    assert words.size(1536) == "1.5 KiB"
-    assert words.count(23_890_000) == "23.9 M"
+    assert config.format_duration(59.96) == "60.0 s"
+    assert config.format_duration(3725) == "1 h 2 min"
+    assert config.format_size(1536) == "1.5 KiB"
+    assert config.format_count(23_890_000) == "23.9 M"
     unclear = RESULT | {
         "verdict": {"metric": "loss", "result": "unclear"},
         "difference": {"loss": {"value": -0.1, "low": -0.3, "high": 0.1, "level": 0.95}},

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from edgeft.arch.header import LINEARS
 from edgeft.config import UpdateConfig, build
+from edgeft.engine.load_gguf import load
 from edgeft.errors import ConfigError
-from edgeft.model.header import LINEARS
-from edgeft.model.stack import load
-from edgeft.sparse import scheme
+from edgeft.methods import scheme
 
 
 @pytest.mark.parametrize(

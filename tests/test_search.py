@@ -17,26 +17,31 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft import config, pipeline, plan, search
+from edgeft import config, plan
+from edgeft.arch.header import LINEARS
 from edgeft.config import TENSORS, PartConfig, UpdateConfig
-from edgeft.costs import Costs
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
+from edgeft.engine import kernels
+from edgeft.engine.batch import batch_of
+from edgeft.engine.load_gguf import load
 from edgeft.errors import ConfigError, DataError, DoesNotFitError, RunError
-from edgeft.model import demo_model, ggml, kernels
-from edgeft.model import gguf as files
-from edgeft.model.gguf import GGUF, NewTensor, encode_record
-from edgeft.model.header import LINEARS
-from edgeft.model.stack import load
+from edgeft.formats import ggml
+from edgeft.formats import gguf as files
+from edgeft.formats.gguf import GGUF, NewTensor, encode_record
+from edgeft.formats.source import demo_model
+from edgeft.methods import scheme as schemes
+from edgeft.pipeline import prepare
 from edgeft.plan.fit import Machine
-from edgeft.plan.memory import Engine, peak
+from edgeft.plan.memory import EngineSpec, peak
 from edgeft.plan.seconds import Rates
-from edgeft.run import Run
-from edgeft.sparse import contribution
-from edgeft.sparse import scheme as schemes
-from edgeft.sparse.evolve import SHARES, Schemes, score
-from edgeft.train import trial
-from edgeft.train.progress import Progress
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
+from edgeft.search import contribution, measure, problem, trial
+from edgeft.search.budget import Budget
+from edgeft.search.costs import Costs
+from edgeft.search.evolve import SHARES, Schemes, score
+from edgeft.search.problem import parts
 from tests.conftest import Edgeft, small_rows
 
 DEPTH, WIDTH, FFN = 4, 64, 128
@@ -110,7 +115,7 @@ def test_first_order_is_that_of_plain_autograd(tiny: Path, tmp_path: Path, compi
     halves = []
     for half in (sample.parts[0::2], sample.parts[1::2]):
         some = [row for part in half for row in part]
-        _, batch = sample.forest.batch(some)
+        _, batch = batch_of(sample.forest, some)
         loss = plain.head.loss(plain.top(plain.trunk(batch, 0), batch, 0), batch.targets) / sample.forest.trained(some)
         loss.backward()  # type: ignore[no-untyped-call]
         halves.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
@@ -143,13 +148,13 @@ def test_warmed_up_it_knows_more_and_is_frozen(tiny: Path, compiled: bool) -> No
         stack.kernels = stack.head.kernels = kernels.load()
 
     def loss() -> float:
-        _, batch = sample.forest.batch(sample.parts[0])
+        _, batch = batch_of(sample.forest, sample.parts[0])
         with torch.no_grad():
             return float(stack.head.loss(stack.top(stack.embed(batch.tokens), batch, 0), batch.targets))
 
     before = loss()
     told: list[int] = []
-    trial.warm_up(stack, sample, config.TrainConfig(optimizer="sgd"), config.HowConfig(), lambda: told.append(1))
+    trial.warm_up(stack, sample, config.TrainConfig(optimizer="sgd"), config.ExecutionConfig(), lambda: told.append(1))
     assert loss() < before
     assert len(told) == trial.WARM_STEPS
     assert not stack.frugal
@@ -160,7 +165,9 @@ def test_warmed_up_it_knows_more_and_is_frozen(tiny: Path, compiled: bool) -> No
         assert linear.bias is not None
         assert float(linear.bias.abs().max()) > 0
     warm = loss()
-    with contribution.opened(stack, schemes.make(UpdateConfig(blocks="all", biases=True), DEPTH, "llama")):
+    with contribution.temporarily_trainable(
+        stack, schemes.make(UpdateConfig(blocks="all", biases=True), DEPTH, "llama")
+    ):
         pass
     assert loss() == warm  # it stays so after a look at a scheme
 
@@ -210,7 +217,7 @@ def test_rank_correlation() -> None:
 def test_candidates_begin_with_the_best_and_the_worst() -> None:
     weights = np.arange(1.0, 29.0).reshape(DEPTH, 7, 1).repeat(4, 2)
     first = contribution.FirstOrder(weights, np.ones((DEPTH, 7)), np.ones(DEPTH))
-    found = search.candidates(first)
+    found = measure.candidates(first)
     assert [c.name for c in found[:3]] == ["0.q", "3.down", "1.down"]  # the worst, the best, the middle
     assert found[4].name == "biases of the last 2"
     assert len({c.name for c in found}) == len(found) == 4 * 7 + 2
@@ -224,7 +231,7 @@ def test_costs_of_parts_add_up_to_the_plan(model: Path) -> None:
     """Of any scheme, to two per cent of memory and six of time."""
     recipe, shape = config.load_recipe("sparse-bp"), plan.shape_of(str(model), "auto")
     machine = Machine("this", Rates(1e11, 0.0, 1e10, 1.5e8, ""), True, 2, False, True, True)
-    costs = Costs(recipe, shape, rows(64), rows(16, seed=1), machine, Engine(True, False, 2))
+    costs = Costs(recipe, shape, rows(64), rows(16, seed=1), machine, EngineSpec(True, False, 2))
     problem = costs.problem(np.array([np.inf, np.inf]))
     random = np.random.default_rng(0)
     for number in range(12):
@@ -234,7 +241,7 @@ def test_costs_of_parts_add_up_to_the_plan(model: Path) -> None:
         level[:cut], level[cut, 2] = 0, 4
         biased = int(random.integers(0, 30 - cut))
         one = Schemes(level[None], np.array([biased]), np.array([cut]), np.array([way]))
-        chosen = schemes.make(UpdateConfig(parts=search.parts(level, biased, "llama")), 30, "llama")
+        chosen = schemes.make(UpdateConfig(parts=parts(level, biased, "llama")), 30, "llama")
         planned = costs._planned(chosen, costs.ways[way])
         got = score(problem, one)[1][0]
         assert got[0] == pytest.approx(peak(planned.stages(0)["train"]), rel=2e-2)
@@ -249,7 +256,7 @@ def test_parts_say_exactly_what_was_found(arch: str) -> None:
     random = np.random.default_rng(0)
     for biased in (0, 3, 12):
         level = random.integers(0, len(SHARES), (12, 7)) * (random.random((12, 7)) < 0.5)
-        found = schemes.make(UpdateConfig(parts=search.parts(level, biased, arch)), 12, arch)
+        found = schemes.make(UpdateConfig(parts=parts(level, biased, arch)), 12, arch)
         for block in range(12):
             for place, tensor in enumerate(TENSORS):
                 assert found.share(block, tensor) == SHARES[level[block, place]]
@@ -259,9 +266,9 @@ def test_parts_say_exactly_what_was_found(arch: str) -> None:
 
 
 def test_ranges() -> None:
-    assert search.ranges([3, 4, 5, 9, 11, 12]) == ["3-5", 9, "11-12"]
-    assert search.ranges([0]) == [0]
-    assert schemes.parse_blocks(search.ranges([3]), 30) == (3,)
+    assert problem.ranges([3, 4, 5, 9, 11, 12]) == ["3-5", 9, "11-12"]
+    assert problem.ranges([0]) == [0]
+    assert schemes.parse_blocks(problem.ranges([3]), 30) == (3,)
 
 
 def test_times_and_what_is_none() -> None:
@@ -285,31 +292,31 @@ def recipe_for(tiny: Path, data: Path, *sets: str) -> config.Recipe:
     return config.apply_sets(recipe, [*SETS, "train.epochs=200", *sets])
 
 
-def find(recipe: config.Recipe, budget: search.Budget, **more: Any) -> dict[str, Any]:
-    _, train, heldout, _ = pipeline.encode(recipe)
-    return search.find(search.pose(recipe, train, heldout, budget, 0, Progress(), **more), 0)
+def find(recipe: config.Recipe, budget: Budget, **more: Any) -> dict[str, Any]:
+    _, train, heldout, _ = prepare.encode(recipe)
+    return problem.find(problem.build_problem(recipe, train, heldout, budget, 0, Progress(), **more), 0)
 
 
 @pytest.fixture(scope="module")
 def need(tiny: Path, data: Path) -> tuple[float, float]:
     """Seconds of training (almost nothing, everything)."""
     recipe = recipe_for(tiny, data)
-    _, train, heldout, _ = pipeline.encode(recipe)
-    posed = search.pose(recipe, train, heldout, search.Budget(math.inf, 1e9), 0, Progress())
-    found = search.find(posed, 0)
+    _, train, heldout, _ = prepare.encode(recipe)
+    posed = problem.build_problem(recipe, train, heldout, Budget(math.inf, 1e9), 0, Progress())
+    found = problem.find(posed, 0)
     assert found["gain_share"] == pytest.approx(1.0)
-    least = posed.costs.of(search._least(posed.costs), posed.costs.ways[0], math.inf)[1]
+    least = posed.costs.of(problem._least(posed.costs), posed.costs.ways[0], math.inf)[1]
     return float(least), found["seconds"]
 
 
 @pytest.mark.slow
 def test_found_within_both_budgets(tiny: Path, data: Path, need: tuple[float, float]) -> None:
     recipe = recipe_for(tiny, data)
-    free = search.Budget(math.inf, 1e9, 1e6)
+    free = Budget(math.inf, 1e9, 1e6)
     found = find(recipe, free)
     assert found["rank_correlation"] is not None
     assert len(found["measured"]) == 4 * 7 + 2
-    tight = search.Budget(4 << 30, 0.4 * need[0] + 0.6 * need[1], 1e6)
+    tight = Budget(4 << 30, 0.4 * need[0] + 0.6 * need[1], 1e6)
     some = find(recipe, tight)
     assert some["peak_bytes"] <= tight.memory_bytes
     assert some["seconds"] <= tight.time_s
@@ -323,15 +330,15 @@ def test_found_within_both_budgets(tiny: Path, data: Path, need: tuple[float, fl
 
 def test_too_little_is_refused_with_the_smallest_need(tiny: Path, data: Path) -> None:
     recipe = recipe_for(tiny, data)
-    with pytest.raises(DoesNotFitError, match="the least that can be trained needs") as caught:
-        find(recipe, search.Budget(1 << 20, 1e9))
+    with pytest.raises(DoesNotFitError, match="the smallest scheme needs") as caught:
+        find(recipe, Budget(1 << 20, 1e9))
     least = config.parse_size(caught.value.hint.split()[1].rstrip(",")) + (2 << 20)
-    assert find(recipe, search.Budget(least, 1e9))["peak_bytes"] <= least
+    assert find(recipe, Budget(least, 1e9))["peak_bytes"] <= least
     with pytest.raises(DoesNotFitError, match="takes") as caught:
-        find(recipe, search.Budget(math.inf, 1e-9))
+        find(recipe, Budget(math.inf, 1e-9))
     assert "--time" in caught.value.hint
     with pytest.raises(ConfigError, match=r"update\.method: sparse"):
-        find(recipe_for(tiny, data, "update.method=lora"), search.Budget(math.inf, 1e9))
+        find(recipe_for(tiny, data, "update.method=lora"), Budget(math.inf, 1e9))
 
 
 COMMAND = ["search", *(part for item in ("train.epochs=1", *SETS) for part in ("--set", item))]
@@ -418,7 +425,7 @@ def test_auto_finds_what_is_trained_and_keeps_it(tiny: Path, data: Path, tmp_pat
     run = Run.open(folder)
     assert run.recipe.update.blocks == "auto"
     assert run.recipe.update.parts
-    assert not run.recipe.update.unknown
+    assert not run.recipe.update.needs_search
     found = json.loads((folder / "search.json").read_text())
     assert json.loads(result.stdout)["trained_parameters"] == found["trained_parameters"]
     assert found["peak_bytes"] <= found["budget"]["memory_bytes"]
@@ -445,8 +452,8 @@ def test_a_short_run_is_not_searched_for(tiny: Path, data: Path, tmp_path: Path,
 
 
 def test_auto_is_a_part_of_the_recipe() -> None:
-    assert UpdateConfig(blocks="auto").unknown
-    assert not UpdateConfig(blocks="auto", parts=[PartConfig([1])]).unknown
+    assert UpdateConfig(blocks="auto").needs_search
+    assert not UpdateConfig(blocks="auto", parts=[PartConfig([1])]).needs_search
     assert schemes.parse_blocks("auto", 30) == schemes.parse_blocks("10%-67%", 30)
 
 

@@ -15,9 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from edgeft import config, device, limit, stage
+from edgeft import config
 from edgeft.errors import DoesNotFitError, EdgeftError, KilledError, RunError
-from edgeft.run import Run
+from edgeft.host import device, limit
+from edgeft.pipeline import finetune
+from edgeft.run import supervise
+from edgeft.run.folder import Run
 from tests.conftest import Edgeft, small_rows
 
 QUICK = ["update.blocks=27-28", "update.tensors=v,o", "train.batch_rows=2", "how.threads=1", "train.steps=2000"]
@@ -30,7 +33,9 @@ def run(tmp_path: Path) -> Run:
 
 def fake(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """A stage that does something else; `given` is what the parent hands over."""
-    monkeypatch.setattr(stage, "BOOT", "import json, os, signal, sys, time; given = json.loads(sys.argv[1])\n" + code)
+    monkeypatch.setattr(
+        supervise, "BOOT", "import json, os, signal, sys, time; given = json.loads(sys.argv[1])\n" + code
+    )
 
 
 ANSWER = "os.write(given['answer'], json.dumps({'peak': 5}).encode())"
@@ -43,16 +48,16 @@ def test_stages_are_done_once_and_their_peaks_kept(run: Run, monkeypatch: pytest
         f"for name in {made}[given['stage']]: open(os.path.join(given['run'], name), 'w').write('{{\"loss\": 1}}')\n"
         f"open(os.path.join(given['run'], 'order'), 'a').write(given['stage'] + ' ')\n" + ANSWER,
     )
-    found = stage.finetune(run, "export")
+    found = finetune.finetune(run, "export")
     assert found == {
         "run": str(run.path),
         "loss": 1,
         "peaks": {"prepare": 5, "train": 5, "export": 5},
         "export": {"loss": 1},
     }
-    assert stage.finetune(run, "export") == found
+    assert finetune.finetune(run, "export") == found
     assert (run.path / "order").read_text() == "prepare train export "
-    assert stage.finetune(run, "eval")["eval"] is None
+    assert finetune.finetune(run, "eval")["eval"] is None
     assert (run.path / "order").read_text() == "prepare train export eval "
 
 
@@ -60,7 +65,7 @@ def test_stages_are_done_once_and_their_peaks_kept(run: Run, monkeypatch: pytest
 def test_a_killed_stage_is_told(run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int) -> None:
     fake(monkeypatch, f"os.kill(os.getpid(), {int(number)})")
     with pytest.raises(KilledError, match=f"prepare stage was killed by {number.name}") as caught:
-        stage.finetune(run, "eval")
+        finetune.finetune(run, "eval")
     assert caught.value.exit_code == code
     assert ("out of memory?" in caught.value.message) == (number == signal.SIGKILL)
 
@@ -74,10 +79,10 @@ def test_a_stage_that_takes_more_than_its_limit_is_told(run: Run, monkeypatch: p
         groups.append(found)
         return found
 
-    monkeypatch.setattr(stage, "hard_limit", noted)
+    monkeypatch.setattr(finetune, "hard_limit", noted)
     fake(monkeypatch, "taken = bytearray(b'1') * (400 << 20)")
     with pytest.raises(DoesNotFitError, match="the prepare stage took more than 128 MiB and was ended") as caught:
-        stage.finetune(run, "eval", 128 << 20, enforce=True)
+        finetune.finetune(run, "eval", 128 << 20, enforce=True)
     assert caught.value.exit_code == 3
     assert len(groups) == 1
     assert not [path for _, group in device.control_groups(device.ROOT, "memory") for path in group.glob("edgeft-*")]
@@ -86,20 +91,20 @@ def test_a_stage_that_takes_more_than_its_limit_is_told(run: Run, monkeypatch: p
 def test_without_groups_a_stage_is_refused_what_goes_beyond_its_limit(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "hard_limit", lambda size: limit.hard_limit(size, root=tmp_path))
+    monkeypatch.setattr(finetune, "hard_limit", lambda size: limit.hard_limit(size, root=tmp_path))
     fake(
         monkeypatch,
-        "from edgeft import pipeline, stage\npipeline.do_stage = lambda *_: bytearray(1 << 30)\nstage.main()",
+        "from edgeft.pipeline import stages, worker\nstages.do_stage = lambda *_: bytearray(1 << 30)\nworker.main()",
     )
     with pytest.raises(DoesNotFitError, match="the system gave the prepare stage no more memory") as caught:
-        stage.finetune(run, "eval", 600 << 20, enforce=True)
+        finetune.finetune(run, "eval", 600 << 20, enforce=True)
     assert caught.value.exit_code == 3
 
 
 def test_an_error_comes_with_its_hint_and_code(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, 'os.write(given[\'answer\'], b\'{"error": ["no", "try"], "peak": 1}\'); sys.exit(4)')
     with pytest.raises(EdgeftError) as caught:
-        stage.finetune(run, "eval")
+        finetune.finetune(run, "eval")
     assert (caught.value.message, caught.value.hint, caught.value.exit_code) == ("no", "try", 4)
     assert not run.path.exists()  # nothing was made
 
@@ -107,7 +112,7 @@ def test_an_error_comes_with_its_hint_and_code(run: Run, monkeypatch: pytest.Mon
 def test_a_bug_ends_with_its_code(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, "sys.exit(1)")
     with pytest.raises(SystemExit) as caught:
-        stage.finetune(run, "eval")
+        finetune.finetune(run, "eval")
     assert caught.value.code == 1
 
 
@@ -120,7 +125,7 @@ def test_the_lock_is_held_by_parent_and_stage(run: Run, monkeypatch: pytest.Monk
         "try: fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
         "except OSError: " + ANSWER,
     )
-    assert stage.Children(run, 0, False).do("prepare") == 5
+    assert supervise.StageRunner(run, 0, False).do("prepare") == 5
     with pytest.raises(RunError, match="in use"):
         Run.start(run.path, run.recipe, True)
 
@@ -132,13 +137,13 @@ def test_the_users_own_files_are_not_imported(run: Run, monkeypatch: pytest.Monk
     run.recipe.data.path = str(tmp_path / "none.jsonl")
     run.recipe_file.write_text(config.dump(run.recipe))
     with pytest.raises(EdgeftError, match=r"none\.jsonl") as caught:
-        stage.Children(run, 0, False).do("prepare")
+        supervise.StageRunner(run, 0, False).do("prepare")
     assert caught.value.exit_code == 4
 
 
 def test_the_parent_stays_small(tmp_path: Path) -> None:
     code = (
-        "import sys; from edgeft import stage; stage.Children.do = lambda self, name: 0; "
+        "import sys; from edgeft.run.supervise import StageRunner; StageRunner.do = lambda self, name: 0; "
         "from typer.testing import CliRunner; from edgeft.cli import app; "
         f"result = CliRunner().invoke(app, ['finetune', '--until', 'prepare', '--out', {str(tmp_path / 'run')!r}]); "
         "heavy = ('torch', 'transformers', 'numpy', 'gguf', 'llama_cpp', 'datasets', 'tokenizers', 'peft'); "
@@ -227,9 +232,9 @@ def test_training_imports_no_more_than_it_needs(tmp_path: Path, edgeft: Edgeft) 
     data = small_rows(tmp_path / "rows")
     assert edgeft("finetune", "--data", data, "--out", folder, *sets, "--until", "prepare").returncode == 0
     code = (
-        "import sys; from edgeft import pipeline; from edgeft.run import Run; "
-        "from edgeft.train.progress import Progress; "
-        f"pipeline.do_stage(Run.open({str(folder)!r}), 'train', Progress()); "
+        "import sys; from edgeft.pipeline import stages; from edgeft.run.folder import Run; "
+        "from edgeft.run.progress import Progress; "
+        f"stages.do_stage(Run.open({str(folder)!r}), 'train', Progress()); "
         "more = ('datasets', 'llama_cpp', 'peft', 'pandas', 'pyarrow', 'bitsandbytes', 'torch._dynamo', 'sympy'); "
         "print([m for m in more if m in sys.modules])"
     )
@@ -243,7 +248,7 @@ def test_the_result_has_every_stages_peak(tmp_path: Path, edgeft: Edgeft) -> Non
     result = edgeft("finetune", "--data", small_rows(tmp_path / "rows"), "--out", tmp_path / "run", *sets, "--json")
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
-    assert list(found["peaks"]) == list(stage.STAGES)
+    assert list(found["peaks"]) == list(finetune.STAGES)
     assert found["peaks"]["prepare"] < found["peaks"]["train"]
     assert found["peaks"]["train"] == pytest.approx(found["peak_bytes"], rel=0.1)
     assert "steps" in found

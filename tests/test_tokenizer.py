@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from edgeft.errors import DataError, ModelError
-from edgeft.model import demo_model
-from edgeft.model.gguf import encode_record, write
-from edgeft.model.tokenizer import PLAIN_TEMPLATE, GgufTokenizer, HfTokenizer, open_tokenizer, render
+from edgeft.formats.gguf import encode_record, write
+from edgeft.formats.source import demo_model
+from edgeft.formats.tokenizer import PLAIN_TEMPLATE, GgufTokenizer, HfTokenizer, open_tokenizer, render
 
 CHAT = [
     {"role": "system", "content": "Answer briefly."},
@@ -227,7 +227,7 @@ def test_unusable_models(tmp_path: Path) -> None:
 
 
 def test_llama_cpp_is_silent(demo: Path) -> None:
-    code = "import sys; from edgeft.model.tokenizer import open_tokenizer; open_tokenizer(sys.argv[1]).encode('<s>a')"
+    code = "import sys; from edgeft.formats.tokenizer import open_tokenizer; open_tokenizer(sys.argv[1]).encode('<s>a')"
     done = subprocess.run([sys.executable, "-c", code, str(demo)], capture_output=True, text=True, check=True)
     assert done.stdout == ""
     assert done.stderr == ""

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from edgeft import config, pipeline
+from edgeft import config
 from edgeft.config import TrainConfig
 from edgeft.errors import RunError
-from edgeft.run import Run
+from edgeft.pipeline import stages
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
 from edgeft.train import checkpoint
 from edgeft.train.loop import Schedule
-from edgeft.train.progress import Progress
 from tests.conftest import Edgeft, small_rows
 
 # few and small tensors above a high cut: a step takes a fraction of a second
@@ -62,7 +63,7 @@ def test_schedule() -> None:
 
 def test_it_learns_and_the_loss_is_written_down(data: Path, tmp_path: Path) -> None:
     run = start(tmp_path / "run", data, "train.epochs=3")
-    pipeline.train(run, Progress())
+    stages.train(run, Progress())
     done = run.read_json(run.done)
     assert done is not None
     assert done["steps"] == 18
@@ -86,7 +87,7 @@ def test_how_does_not_change_what_is_learned(data: Path, tmp_path: Path) -> None
     found = {}
     for name, sets in ways.items():
         run = start(tmp_path / name, data, "train.steps=3", "how.compile=on", "how.products=fp32", *sets)
-        pipeline.train(run, Progress())
+        stages.train(run, Progress())
         done = run.read_json(run.done)
         assert done is not None
         found[name] = done["best_loss"]

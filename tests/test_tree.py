@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from edgeft.config import UpdateConfig
+from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
-from edgeft.data.tree import Forest, epoch_order
-from edgeft.model.stack import load
-from edgeft.sparse import scheme
+from edgeft.engine.batch import batch_of
+from edgeft.engine.load_gguf import load
+from edgeft.methods import scheme
 
 
 def row(ids: list[int], trained_from: int) -> Encoded:
@@ -42,7 +43,7 @@ def test_every_shared_token_stands_once() -> None:
 
 def test_a_token_sees_its_path_and_nothing_else() -> None:
     forest = Forest(ROWS)
-    nodes, batch = forest.batch([0, 1, 3])
+    nodes, batch = batch_of(forest, [0, 1, 3])
     place = {int(n): i for i, n in enumerate(nodes)}
     for i in (0, 1, 3):
         path = [place[int(n)] for n in forest.paths[i]]
@@ -88,7 +89,7 @@ def test_loss_and_gradients_equal_those_of_single_rows(model: Path, recompute: b
     def run(forest: Forest, parts: list[list[int]]) -> tuple[float, dict[str, torch.Tensor]]:
         total = 0.0
         for part in parts:
-            _, batch = forest.batch(part)
+            _, batch = batch_of(forest, part)
             loss = stack.head.loss(stack.top(stack.trunk(batch, chosen.cut), batch, chosen.cut), batch.targets)
             loss.backward()
             total += float(loss.detach())

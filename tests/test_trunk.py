@@ -18,15 +18,20 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft import cache, config, pipeline
+from edgeft import config
+from edgeft.data.forest import Forest
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
-from edgeft.data.tree import Forest
+from edgeft.engine.batch import batch_of
+from edgeft.engine.load_gguf import load
+from edgeft.engine.stack import Stack
 from edgeft.errors import ModelError, RunError
-from edgeft.model.stack import Stack, load
-from edgeft.run import Run
+from edgeft.formats import hub
+from edgeft.host import cache
+from edgeft.pipeline import prepare as preparing
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
 from edgeft.train import trunk
-from edgeft.train.progress import Progress
 from tests.conftest import Edgeft, small_rows
 
 CUT = 3
@@ -83,7 +88,7 @@ def prepare(
 
 def hidden(found: trunk.Trunk | None, f: Forest = FOREST) -> torch.Tensor:
     assert found is not None
-    nodes, batch = f.batch(list(range(len(f.paths))))
+    nodes, batch = batch_of(f, list(range(len(f.paths))))
     return found.hidden(nodes, batch)
 
 
@@ -98,7 +103,7 @@ def test_a_second_run_takes_what_the_first_made(tmp_path: Path, stack: Stack, sh
     assert not said.computed
     assert "earlier run" in said.lines[0]
     assert torch.equal(hidden(first), hidden(second))
-    _, batch = FOREST.batch(list(range(12)))
+    _, batch = batch_of(FOREST, list(range(12)))
     assert torch.allclose(hidden(first), stack.trunk(batch, CUT), rtol=1e-2, atol=1e-2)
     assert first is not None
     assert second is not None
@@ -293,10 +298,10 @@ def test_weights_are_named_by_all_of_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "copy.gguf").write_bytes(data)
     data[777_777] = 1
     (tmp_path / "b.gguf").write_bytes(data)
-    names = [cache.model_id(str(tmp_path / f"{n}.gguf")) for n in ("a", "copy", "b", "a")]
+    names = [hub.model_id(str(tmp_path / f"{n}.gguf")) for n in ("a", "copy", "b", "a")]
     assert names[0] == names[1] == names[3] != names[2]
     (tmp_path / "a.gguf").write_bytes(data)
-    assert cache.model_id(str(tmp_path / "a.gguf")) == names[2]
+    assert hub.model_id(str(tmp_path / "a.gguf")) == names[2]
 
 
 def test_mapped_weights_leave_memory(model: Path) -> None:
@@ -313,7 +318,7 @@ def test_mapped_weights_leave_memory(model: Path) -> None:
     if not Path("/proc/self/smaps").exists():
         pytest.skip("needs /proc")
     own = load(model)
-    _, batch = FOREST.batch(list(range(12)))
+    _, batch = batch_of(FOREST, list(range(12)))
     before = own.trunk(batch, 8)
     full = mapped()
     trunk.let_go(own, 0, 8)
@@ -355,8 +360,9 @@ def test_killed_in_the_trunk_it_goes_on_where_it_was(order: str, tmp_path: Path,
     options = ["--data", str(data), "--until", "train", *(part for s in sets for part in ("--set", s))]
     code = (
         "import edgeft.train.trunk as t; t.ROWS_PER_SYNC = 16; t.SYNC_S = 0.05; "
-        "from edgeft import pipeline; from edgeft.run import Run; from edgeft.train.progress import Progress; "
-        "import sys; pipeline.do_stage(Run.open(sys.argv[1]), 'train', Progress())"
+        "from edgeft.pipeline import stages; from edgeft.run.folder import Run; "
+        "from edgeft.run.progress import Progress; "
+        "import sys; stages.do_stage(Run.open(sys.argv[1]), 'train', Progress())"
     )
     run = tmp_path / "run"
     assert edgeft("finetune", "--out", run, *options, "--until", "prepare").returncode == 0
@@ -392,7 +398,7 @@ def test_training_needs_no_texts(tmp_path: Path) -> None:
     recipe = config.load_recipe("sparse-bp")
     recipe.data.path = str(data)
     run = Run.start(tmp_path / "run", recipe, False)
-    pipeline.prepare(run, Progress())
+    preparing.prepare(run, Progress())
     for full, bare in zip(tokens.load(run.tokens), tokens.load(run.tokens, texts=False), strict=True):
         assert len(full) == len(bare)
         for a, b in zip(full, bare, strict=True):

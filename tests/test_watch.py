@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from edgeft import config, pipeline
-from edgeft.device import memory
+from edgeft import config
 from edgeft.errors import DoesNotFitError
-from edgeft.run import Run
+from edgeft.host.device import memory
+from edgeft.pipeline import stages
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
 from edgeft.train import checkpoint, loop
-from edgeft.train.progress import Progress
 from edgeft.train.watch import LOOK_S, Watch, is_refusal
 from tests.conftest import Edgeft, small_rows
 from tests.test_durable import Lines, last, short_run, start
@@ -87,9 +88,9 @@ class Watched:
             lambda: self.now,
         )
 
-    def look(self) -> bool:
+    def check_memory(self) -> bool:
         self.now += 2 * LOOK_S
-        return self.watch.look()
+        return self.watch.check_memory()
 
     @property
     def tokens(self) -> int:
@@ -100,7 +101,7 @@ class Watched:
 def test_passes_get_smaller_and_then_it_stops(tmp_path: Path, version: int) -> None:
     machine = Machine(tmp_path / "root", version)
     one = Watched(tmp_path / "run", machine)
-    assert not one.look()
+    assert not one.check_memory()
 
     def press() -> None:
         if version:
@@ -112,22 +113,22 @@ def test_passes_get_smaller_and_then_it_stops(tmp_path: Path, version: int) -> N
 
     if version:
         machine.set(available=4000, limit=600, used=590, cached=200)
-        assert not one.look()  # the group is nearly full, and a third of it pages of files
+        assert not one.check_memory()  # the group is nearly full, and a third of it pages of files
     press()
-    assert not one.watch.look()  # it looked just now
-    assert one.look()
+    assert not one.watch.check_memory()  # it looked just now
+    assert one.check_memory()
     assert one.tokens == 256
     assert one.given_back == [256]
-    assert one.look()
+    assert one.check_memory()
     assert one.tokens == 128
-    assert one.look()
+    assert one.check_memory()
     assert (one.tokens, one.given_back[-1]) == (64, 100)  # 64 and below is no use: the longest row has 100
     with pytest.raises(DoesNotFitError, match="of memory are left") as caught:
-        one.look()
+        one.check_memory()
     assert caught.value.exit_code == 3
     assert "--resume" in caught.value.hint
     machine.set(available=6000, limit=4000, used=100, cached=50)
-    assert not one.look()
+    assert not one.check_memory()
     assert [e["micro_batch_tokens"] for e in one.run.events() if "micro_batch_tokens" in e] == [256, 128, 64]
     assert len([line for line in one.said.lines if "micro-batches of" in line]) == 3
 
@@ -139,26 +140,26 @@ def test_what_the_plan_will_still_take_counts(tmp_path: Path) -> None:
     one = Watched(tmp_path / "run", machine, plan)
     assert one.watch.planned_bytes == 1500 * MIB
     machine.set(available=1200)  # 400 are used and 1500 planned: 1100 more
-    assert not one.look()
+    assert not one.check_memory()
     machine.set(available=1000)
     one.now += 1
-    assert not one.watch.look("trunk")  # that one needs 100 more only
-    assert one.look()
+    assert not one.watch.check_memory("trunk")  # that one needs 100 more only
+    assert one.check_memory()
     assert (one.tokens, one.watch.planned_bytes) == (256, 900 * MIB)
-    assert not one.look()
+    assert not one.check_memory()
 
 
 def test_a_plan_that_was_wrong_is_told_and_smaller_passes_are_tried(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "root")
     one = Watched(tmp_path / "run", machine, {"budget_bytes": 500 * MIB}, longest=200)
-    assert not one.look()
+    assert not one.check_memory()
     one.used = 600
-    assert one.look()
+    assert one.check_memory()
     assert one.tokens == 256
-    assert one.look()
+    assert one.check_memory()
     assert one.tokens == 128
-    assert not one.look()  # a row is 200: it cannot be smaller, and the machine has room
-    assert not one.look()
+    assert not one.check_memory()  # a row is 200: it cannot be smaller, and the machine has room
+    assert not one.check_memory()
     assert len([e for e in one.run.events() if e.get("why") == "over budget"]) == 1
 
 
@@ -182,16 +183,16 @@ def shortage(monkeypatch: pytest.MonkeyPatch, looks: list[str]) -> None:
             raise self._refused("only 3 MiB of memory are left on this machine")
         return what == "smaller" and self.smaller("memory is short")
 
-    monkeypatch.setattr(Watch, "look", look)
+    monkeypatch.setattr(Watch, "check_memory", look)
 
 
 def test_smaller_passes_add_up_to_the_same(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = ("train.steps=1", "train.batch_rows=8", "how.micro_batch_tokens=512", "train.clip=0", "train.lr=1e-4")
     whole = start(tmp_path / "whole", data, *sets)
-    pipeline.train(whole, Progress())
+    stages.train(whole, Progress())
     cut = start(tmp_path / "cut", data, *sets)
     shortage(monkeypatch, ["smaller"])
-    pipeline.train(cut, Progress())
+    stages.train(cut, Progress())
     (step,) = (e for e in cut.events() if e["event"] == "step")
     (before,) = (e for e in whole.events() if e["event"] == "step")
     assert step["loss"] == pytest.approx(before["loss"], rel=1e-5)
@@ -207,18 +208,18 @@ def test_it_saves_and_stops_with_3_and_can_be_resumed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = start(tmp_path / "whole", data, "train.steps=3")
-    pipeline.train(whole, Progress())
+    stages.train(whole, Progress())
     run = start(tmp_path / "run", data, "train.steps=3")
     with monkeypatch.context() as patch:
         shortage(patch, ["", "", "stop"])
         with pytest.raises(DoesNotFitError, match="everything so far is saved"):
-            pipeline.train(run, Progress())
+            stages.train(run, Progress())
     assert checkpoint.all_of(run.checkpoints)
     assert run.read_json(run.done) is None
     assert run._lock is not None
     run._lock.close()
     again = Run.start(run.path, Run.open(run.path).recipe, True)
-    pipeline.train(again, Progress())
+    stages.train(again, Progress())
     ours, theirs = last(again), last(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)  # the step that was broken off is taken anew
 
@@ -234,13 +235,13 @@ def test_refused_memory_makes_passes_smaller(data: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(loop.Trainer, "loss", loss)
     run = start(tmp_path / "run", data, "train.steps=2", "how.micro_batch_tokens=512")
-    pipeline.train(run, Progress())
+    stages.train(run, Progress())
     assert [e["micro_batch_tokens"] for e in run.events() if e["event"] == "memory"] == [256]
     assert (run.read_json(run.done) or {})["steps"] == 2
     refused += [1, 1, 1, 1]
     short = start(tmp_path / "short", data, "train.steps=2", "how.micro_batch_tokens=128")
     with pytest.raises(DoesNotFitError, match="the system gave no more memory"):
-        pipeline.train(short, Progress())
+        stages.train(short, Progress())
 
 
 def test_what_is_a_refusal() -> None:

@@ -9,14 +9,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from edgeft.config import UpdateConfig
-from edgeft.data.tree import Forest
-from edgeft.model import kernels
-from edgeft.model.pool import Pool
-from edgeft.model.stack import load
+from edgeft.data.forest import Forest
+from edgeft.engine import kernels
+from edgeft.engine.batch import batch_of
+from edgeft.engine.load_gguf import load
+from edgeft.engine.pool import Pool
+from edgeft.methods import scheme as schemes
 from edgeft.plan import shape_of_config
-from edgeft.sparse import scheme as schemes
+from edgeft.plan.flops import step_flops
 from edgeft.train.trunk import Trunk
-from edgeft.work import step_flops
 from tests.test_tree import ROWS
 
 
@@ -33,7 +34,7 @@ def test_products_are_those_counted(model: Path, update: UpdateConfig) -> None:
     scheme = schemes.make(update, stack.depth, "llama")
     schemes.apply(stack, scheme, 0)
     stack.kernels = kernels.load()
-    _, batch = Forest(ROWS).batch(list(range(len(ROWS))))
+    _, batch = batch_of(Forest(ROWS), list(range(len(ROWS))))
     hidden = stack.trunk(batch, scheme.cut)
     # torch's own table leaves it out
     in_place = {torch.ops.aten.addmm_: lambda to, a, b, *more, out_shape=None, **rest: 2 * a[0] * a[1] * b[1]}

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgeft import config, offline
+from edgeft import config
 from edgeft.errors import DataError
-from edgeft.model.tokenizer import go_offline_if_cut_off
+from edgeft.host import offline
+from edgeft.host.offline import go_offline_if_cut_off
 
 Found = tuple[str, Any]  # where a record stands ("train.jsonl:12"), and the record as read
 

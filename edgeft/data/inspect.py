@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from edgeft.config import DataConfig
+from edgeft.data.forest import Forest
 from edgeft.data.rows import Dataset
 from edgeft.data.tokens import Encoded, Encoder
-from edgeft.data.tree import Forest
-from edgeft.model.tokenizer import Tokenizer
+from edgeft.formats.tokenizer import Tokenizer
 
 BINS = 8  # of the token histogram, and one for what is longer than max_tokens
 

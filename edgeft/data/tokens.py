@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from edgeft.data.rows import Row
 from edgeft.errors import DataError, RunError
-from edgeft.model.tokenizer import Tokenizer, render
-from edgeft.run import replacing
+from edgeft.formats.tokenizer import Tokenizer, render
+from edgeft.host.files import atomic_write
 
 Messages = list[dict[str, str]]
 Dropped = list[tuple[str, str]]  # (source, reason)
@@ -223,7 +223,7 @@ def save(path: Path, train: list[Encoded], heldout: list[Encoded]) -> None:
         arrays[f"{side}_ends"] = np.cumsum([len(encoded.ids) for encoded in rows], dtype=np.int64)
         arrays[f"{side}_cut"] = np.array([encoded.cut_tokens for encoded in rows], np.int32)
         arrays[f"{side}_rows"] = np.frombuffer(json.dumps(records).encode(), np.uint8)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
 
 

@@ -1,127 +1,78 @@
-"""Rows as a prefix forest: a token that several rows begin with stands once.
-
-Loss and gradients of a batch taken from the forest are those of its rows computed one by one.
-"""
+"""Who sees whom in a prefix forest, and the pieces that attention computes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import numpy as np
 
-from edgeft.data.tokens import Encoded
-
-if TYPE_CHECKING:
-    from edgeft.model.stack import Batch
+PIECE = 128  # queries computed at a time; a few rows' answers, or a part of a passage
 
 
-class Forest:
-    """Nodes in depth-first order, so that a parent's number is always below its child's."""
+class Piece:
+    """Queries [start, stop) and the tokens that any of them sees: those above, seen by all, and themselves."""
 
-    def __init__(self, rows: Sequence[Encoded], share: bool = True) -> None:
-        order = sorted(range(len(rows)), key=lambda i: rows[i].ids.tolist())
-        self.paths: list[np.ndarray] = [np.empty(0, np.int32)] * len(rows)  # node numbers of each row's tokens
-        self.order = order  # row numbers, neighbours share the longest prefixes
-        self.rank = {row: place for place, row in enumerate(order)}
-        self.shared = np.zeros(len(rows), np.int32)  # tokens that a row shares with the one before it in `order`
-        tokens: list[np.ndarray] = []
-        parents: list[np.ndarray] = []
-        positions: list[np.ndarray] = []
-        count = 0
-        previous = np.empty(0, np.int32)
-        path = np.empty(0, np.int32)
-        for i in order:
-            ids = rows[i].ids
-            self.shared[i] = _common(previous, ids)  # also without sharing: the order of rows must not depend on it
-            common = int(self.shared[i]) if share else 0
-            fresh = np.arange(count, count + len(ids) - common, dtype=np.int32)
-            path = np.concatenate([path[:common], fresh])
-            tokens.append(ids[common:])
-            parents.append(np.concatenate([[-1], path[:-1]])[common:].astype(np.int32))
-            positions.append(np.arange(common, len(ids), dtype=np.int32))
-            self.paths[i] = path
-            previous, count = ids, count + len(fresh)
-        empty = [np.empty(0, np.int32)]
-        self.tokens = np.concatenate(tokens or empty)
-        self.parents = np.concatenate(parents or empty)
-        self.positions = np.concatenate(positions or empty)
-        # a target at place i of a row is predicted from the node before it
-        self.at = [path[np.flatnonzero(r.trained[1:])] for r, path in zip(rows, self.paths, strict=True)]
-        self.targets = [r.ids[1:][r.trained[1:]] for r in rows]
+    def __init__(self, tree: Tree, start: int, stop: int, above: np.ndarray) -> None:
+        self.tree, self.start, self.stop, self.above = tree, start, stop, above
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    @cached_property
+    def keys(self) -> np.ndarray:
+        """(K,) token numbers."""
+        return np.concatenate([self.above, np.arange(self.start, self.stop)])
 
-    def trained(self, rows: Sequence[int]) -> int:
-        """Targets in these rows."""
-        return sum(len(self.targets[i]) for i in rows)
+    @cached_property
+    def blocked(self) -> np.ndarray:
+        """(stop - start, K) true where a query does not see a key."""
+        blocked: np.ndarray = ~self.tree.sees(np.arange(self.start, self.stop), self.keys)
+        return blocked
 
-    def nodes(self, rows: Sequence[int]) -> np.ndarray:
-        return np.unique(np.concatenate([self.paths[i] for i in rows]))
 
-    def batch(self, rows: Sequence[int]) -> tuple[np.ndarray, Batch]:
-        """(node numbers, tensors) of the smallest forest that holds these rows."""
-        import torch
+class Tree:
+    """Who sees whom, for tokens in depth-first order: a token's subtree is [i, i + size[i])."""
 
-        from edgeft.model.attention import Tree
-        from edgeft.model.stack import Batch
+    def __init__(self, parents: np.ndarray) -> None:
+        self.size = np.ones(len(parents), np.int64)
+        for i in range(len(parents) - 1, 0, -1):
+            if parents[i] >= 0:
+                self.size[parents[i]] += self.size[i]
+        self.pieces: list[Piece] = []
+        self._split(0, len(parents), [])
 
-        nodes = self.nodes(rows)
-        parents = np.searchsorted(nodes, self.parents[nodes])  # a path is whole: every parent is in `nodes`
-        parents[self.parents[nodes] < 0] = -1
-        at = np.searchsorted(nodes, np.concatenate([self.at[i] for i in rows]))
-        targets = np.concatenate([self.targets[i] for i in rows])
-        return nodes, Batch(
-            tokens=torch.from_numpy(self.tokens[nodes].astype(np.int64)),
-            positions=torch.from_numpy(self.positions[nodes].astype(np.int64)),
-            tree=Tree(parents),
-            at=torch.from_numpy(at.astype(np.int64)),
-            targets=torch.from_numpy(targets.astype(np.int64)),
-        )
+    @staticmethod
+    def chain(length: int) -> Tree:
+        """One row: every token sees all before it."""
+        return Tree(np.arange(-1, length - 1))
 
-    def micro_batches(self, rows: Sequence[int], tokens: int) -> Iterator[list[int]]:
-        """Rows in parts of at most so many forest tokens (one row at least); a group is split only if it must be."""
-        part: list[int] = []
-        held: set[int] = set()
-        for group in self.groups(rows):
-            if part and len(held.union(*(self.paths[row].tolist() for row in group))) > tokens:
-                yield part
-                part, held = [], set()
-            for row in group:
-                path = self.paths[row].tolist()
-                if part and len(held.union(path)) > tokens:
-                    yield part
-                    part, held = [], set()
-                part.append(row)
-                held.update(path)
-        if part:
-            yield part
-
-    def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        """Rows that share more than half of their own tokens with their neighbour, such as questions on one passage.
-
-        What nearly all rows begin with (the template, a system prompt) does not count: it says nothing about a row.
-        """
-        common = int(np.percentile(self.shared[self.order[1:]], 10)) if len(self.order) > 1 else 0
-        groups: list[list[int]] = []
-        for i in sorted(rows, key=self.rank.__getitem__):
-            if groups and (self.shared[i] - common) * 2 > len(self.paths[i]) - common:
-                groups[-1].append(i)
+    def _split(self, start: int, stop: int, above: list[int]) -> None:
+        """Sibling subtrees [start, stop) below the tokens `above`: small ones together, large ones cut up."""
+        begin = i = start
+        while i < stop:
+            size = int(self.size[i])
+            if i - begin + size <= PIECE:
+                i += size
+            elif i > begin:
+                self._add(begin, i, above)
+                begin = i
             else:
-                groups.append([i])
-        return groups
+                fork = i + 1  # the subtree is a chain [i, fork) first: a system prompt, a passage
+                while fork < i + size and self.size[fork] == self.size[fork - 1] - 1:
+                    fork += 1
+                for part in range(i, fork, PIECE):
+                    self._add(part, min(part + PIECE, fork), [*above, *range(i, part)])
+                self._split(fork, i + size, [*above, *range(i, fork)])
+                begin = i = i + size
+        if begin < stop:
+            self._add(begin, stop, above)
 
+    def _add(self, start: int, stop: int, above: list[int]) -> None:
+        self.pieces.append(Piece(self, start, stop, np.array(above, np.int64)))
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common prefix."""
-    size = min(len(a), len(b))
-    differs = np.flatnonzero(a[:size] != b[:size])
-    return int(differs[0]) if len(differs) else size
+    def sees(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """(Q, K): a key is seen by its own subtree."""
+        below: np.ndarray = (keys <= queries[:, None]) & (queries[:, None] < keys + self.size[keys])
+        return below
 
-
-def epoch_order(forest: Forest, rows: Sequence[int], seed: int, epoch: int, grouped: bool) -> list[int]:
-    """The rows of one epoch in their random order; the same for the same seed and epoch."""
-    random = np.random.default_rng([seed, epoch])
-    groups = forest.groups(rows) if grouped else [[row] for row in rows]
-    return [row for g in random.permutation(len(groups)) for row in random.permutation(groups[g]).tolist()]
+    def dense(self) -> np.ndarray:
+        """The whole (T, T) table, true where a token sees another; for checks."""
+        every = np.arange(len(self.size))
+        return self.sees(every, every)

@@ -21,7 +21,7 @@ class Ask:
 
 
 @dataclass
-class Said:
+class Response:
     prompt_nll: float = 0.0  # nats, summed over the targets
     option_nll: list[float] = field(default_factory=list)  # nats, summed over each option's tokens
     option_greedy: list[bool] = field(default_factory=list)  # is each of an option's tokens the likeliest?
@@ -31,6 +31,6 @@ class Said:
 class Scorer(Protocol):
     """A model that can be scored: a GGUF file in llama.cpp, or the trainer's own stack."""
 
-    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Said]:
+    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Response]:
         """In the order of `asks`; answers have at most `max_new` tokens."""
         ...

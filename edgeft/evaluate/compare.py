@@ -14,22 +14,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgeft.arch.check import check_model
 from edgeft.config import Recipe
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
 from edgeft.errors import DataError, RunError
-from edgeft.model import demo_model, is_gguf
-from edgeft.model.gguf import GGUF
-from edgeft.pipeline import check_model, model_source, trained_stack
-from edgeft.run import Run
-from edgeft.train.progress import Progress
+from edgeft.formats.gguf import GGUF
+from edgeft.formats.source import demo_model, is_gguf, model_source
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
+from edgeft.train.build import trained_stack
 
 if TYPE_CHECKING:
     from edgeft.evaluate.ask import Scorer
     from edgeft.evaluate.leak import Leak
     from edgeft.evaluate.score import Scores
     from edgeft.evaluate.suite import Item, Suite
-    from edgeft.model.tokenizer import Tokenizer
+    from edgeft.formats.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Subject:
     @property
     def identity(self) -> str:
         """Changes with the weights."""
-        from edgeft.cache import model_id
+        from edgeft.formats.hub import model_id
 
         file = self.run.best if self.run else Path(self.source)
         changed = file.stat().st_mtime_ns if file.is_file() else 0
@@ -55,19 +56,19 @@ class Subject:
     @contextmanager
     def opened(self, longest: int, tokens: int = 0) -> Iterator[tuple[Scorer, Tokenizer]]:
         """`longest`: tokens of the longest row, its answer included; `tokens`: of all rows, if that may be hurried."""
-        from edgeft.model.tokenizer import open_tokenizer
+        from edgeft.formats.tokenizer import open_tokenizer
 
         tokenizer = open_tokenizer(self.source)
         if not self.trainer:
+            from edgeft.evaluate.fast_types import with_fast_types
             from edgeft.evaluate.llamacpp import LlamaFile
-            from edgeft.evaluate.quick import quick
 
             n_ctx, room = max(2048, 4 * longest), self.room_bytes
-            with quick(self.source, tokens, room) as place, LlamaFile(place, n_ctx, room_bytes=room) as file:
+            with with_fast_types(self.source, tokens, room) as place, LlamaFile(place, n_ctx, room_bytes=room) as file:
                 yield file, tokenizer
             return
+        from edgeft.engine.load_gguf import load
         from edgeft.evaluate.trainer import StackScorer
-        from edgeft.model.stack import load
 
         stack = trained_stack(self.run)[0] if self.run else load(self.source, self.frozen)
         yield StackScorer(stack, tokenizer.eog), tokenizer
@@ -121,7 +122,7 @@ def score_file(path: str, rows: list[Encoded], max_new: int, progress: Progress,
 
 
 def evaluate_run(run: Run, rows: list[Encoded], progress: Progress, base: str | None = None) -> dict[str, Any]:
-    """Base and tuned model, both in the trainer, on the run's own rows; leaves the run's report."""
+    """Base and tuned model, both in the trainer, on the run's own rows."""
     source = model_source(run.recipe.model.path)
     subjects = [
         Subject("base", base or source, frozen=run.recipe.model.frozen, trainer=True),
@@ -133,7 +134,7 @@ def evaluate_run(run: Run, rows: list[Encoded], progress: Progress, base: str | 
 def evaluate_files(
     base: str, tuned: str, rows: list[Encoded], max_new: int, progress: Progress, room_bytes: int = 0
 ) -> dict[str, Any]:
-    """Two GGUF files, both in llama.cpp, on rows that are encoded already; leaves the report of the tuned one's run."""
+    """Two GGUF files, both in llama.cpp, on rows that are encoded already."""
     subjects = [Subject(who, path, room_bytes=room_bytes) for who, path in (("base", base), ("tuned", tuned))]
     return _beside(subjects, run_of(Path(tuned)), rows, max_new, progress)
 
@@ -148,10 +149,7 @@ def _beside(
     suite.eval.max_new_tokens = max_new
     found = compare_subjects(subjects, make_items(suite, rows), suite, progress, run)
     if run:
-        from edgeft.report import write_report
-
         run.write_json(run.evaluation, found)
-        progress.line(f"report: {write_report(run)}")
     return found
 
 
@@ -176,7 +174,7 @@ def compare_subjects(
 def find_leaks(run: Run, items: list[Item], progress: Progress) -> list[Leak]:
     """Rows that the run was trained on, exactly or nearly."""
     from edgeft.evaluate import leak
-    from edgeft.model.tokenizer import open_tokenizer
+    from edgeft.formats.tokenizer import open_tokenizer
 
     if not run.tokens.is_file():
         return []
@@ -246,7 +244,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """`edgeft eval`: a run or a Hugging Face folder in the trainer, a GGUF file in llama.cpp; beside its base."""
     from edgeft.evaluate.suite import from_run, load_suite, make_items, read_items
-    from edgeft.model.tokenizer import open_tokenizer
+    from edgeft.formats.tokenizer import open_tokenizer
 
     suite = load_suite(suite_name or "qa")
     subjects, run = subjects_of(target, base, progress)

@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from edgeft.evaluate.ask import Ask, Progress, Said
-from edgeft.evaluate.llamacpp import BATCH, CELLS, OUTPUTS, Branch, Cell, LlamaFile, Step, common, surprise
+from edgeft.evaluate.ask import Ask, Progress, Response
+from edgeft.evaluate.branches import Branch, Cell, Step, common, surprise
+from edgeft.plan.limits import BATCH, CELLS, OUTPUTS
+
+if TYPE_CHECKING:
+    from edgeft.evaluate.llamacpp import LlamaFile
 
 OPTIONS = 16  # of one prompt at a time: each is a sequence of its own
 
@@ -47,14 +52,14 @@ class _Job:
         return found
 
 
-class Crowd:
+class BatchScorer:
     """What is asked of each row; jobs wait in the order of their prompts, so that neighbours begin alike."""
 
     def __init__(self, file: LlamaFile, asks: Sequence[Ask], max_new: int, progress: Progress | None) -> None:
         if not all(ask.prompt for ask in asks):
             raise ValueError("a prompt needs at least one token")
         self.file, self.progress = file, progress
-        self.said = [Said(0.0, [0.0] * len(ask.options), [False] * len(ask.options)) for ask in asks]
+        self.said = [Response(0.0, [0.0] * len(ask.options), [False] * len(ask.options)) for ask in asks]
         self.waiting: deque[_Job] = deque()
         self.running: list[_Job] = []
         at_once = min(OPTIONS, file.parallel)
@@ -73,7 +78,7 @@ class Crowd:
         self.told = 0  # rows, as the progress was told last
         self.promised = 0  # cells that answers may still need
 
-    def run(self) -> list[Said]:
+    def run(self) -> list[Response]:
         if not self.waiting:
             return self.said
         sizes = [len(j.prompt) + sum(len(o) - 1 for o in j.options.values()) + j.room for j in self.waiting]

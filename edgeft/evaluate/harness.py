@@ -15,8 +15,8 @@ from typing import Any
 
 from edgeft.errors import ConfigError, DataError
 from edgeft.evaluate.ask import Ask, Scorer
-from edgeft.model.tokenizer import Tokenizer, render
-from edgeft.train.progress import Progress
+from edgeft.formats.tokenizer import Tokenizer, render
+from edgeft.run.progress import Progress
 
 MAX_NEW = 256  # where a task names no limit
 LONGEST = 2048  # tokens of a row; what is longer loses its start

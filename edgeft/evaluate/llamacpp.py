@@ -10,35 +10,34 @@ import ctypes
 import os
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from edgeft import device
+from edgeft.arch.header import check_file
 from edgeft.errors import ModelError
-from edgeft.evaluate.ask import Ask, Progress, Said
-from edgeft.model.header import check_file
+from edgeft.evaluate.ask import Ask, Progress, Response
+from edgeft.evaluate.branches import Branch, Cell, Floats, Step, common
+from edgeft.evaluate.crowd import BatchScorer
+from edgeft.host import device
+from edgeft.plan.limits import BATCH, CACHE_BYTES, CACHE_SHARE, OUTPUTS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from edgeft.data.tokens import Encoded
 
-Floats = npt.NDArray[np.float32]
 
-BATCH = 256  # most tokens in one call of llama_decode; more are hardly faster, and their buffers grow
-OUTPUTS = 64  # most logits of one call (4 bytes × vocabulary each); llama.cpp wants at least as many as sequences
-CELLS = 4096  # most KV cells, each for one token of one or several rows, unless one row alone needs more
-CACHE_BYTES = 256 << 20  # of keys and values: fewer cells for large models
-CACHE_SHARE = 0.1  # and at most so much of the memory that may be used
 COPY_SHARE = 0.4  # of it may be a copy of the weights
+
 F32, F16 = 0, 1  # ggml's numbers of types
+
 CHUNK = 32  # tokens of one row read in one call, where it is alone
+
 FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED: cells of other rows are skipped, not multiplied and masked
+
 ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
 
 _errors: deque[str] = deque(maxlen=8)  # what llama.cpp said went wrong, newest last
@@ -62,41 +61,6 @@ def _library() -> Any:
         api.llama_backend_init()
     api.llama_log_set(_callback, None)
     return api
-
-
-@dataclass(eq=False)
-class Cell:
-    """One token in the KV cache; free when no branch goes through it."""
-
-    branches: int = 0
-
-
-@dataclass(eq=False)
-class Branch:
-    """One sequence: its tokens from the row's start, each in a cell of the KV cache or about to get one."""
-
-    seq: int
-    ids: list[int] = field(default_factory=list)
-    cells: list[Cell] = field(default_factory=list)
-    wanted: dict[int, int | None] = field(default_factory=dict)  # position → the next token whose likelihood is wanted
-    nll: dict[int, float] = field(default_factory=dict)  # position → nats of that token
-    likeliest: dict[int, int] = field(default_factory=dict)  # position → the likeliest next token
-    first: int = 0  # position of the first of its steps; what stands before is in the cache
-    steps: list[Step] = field(default_factory=list)  # also those that it shares with other branches
-
-
-@dataclass(eq=False)
-class Step:
-    """One token to be computed, for all branches that go through it."""
-
-    token: int
-    position: int
-    cell: Cell
-    branches: list[Branch]
-
-    @property
-    def asked(self) -> bool:
-        return any(self.position in branch.wanted for branch in self.branches)
 
 
 class LlamaFile:
@@ -227,11 +191,9 @@ class LlamaFile:
         asks = [Ask([int(i) for i in prompt], generate=True) for prompt in prompts]
         return [one.output for one in self.ask(asks, max_new, progress)]
 
-    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Said]:
+    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Response]:
         """Everything that is wanted of each prompt, from one pass over it; what prompts share is computed once."""
-        from edgeft.evaluate.crowd import Crowd
-
-        return Crowd(self, asks, max_new, progress).run()
+        return BatchScorer(self, asks, max_new, progress).run()
 
     def stream(
         self,
@@ -411,20 +373,6 @@ def room(asked: int) -> int:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def common(a: list[int], b: list[int], limit: int) -> int:
-    """Length of the common start, at most `limit`."""
-    n = min(len(a), len(b), limit)
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
-
-
-def surprise(logits: Floats, token: int) -> float:
-    """-log p(token), in nats."""
-    top = logits.max()
-    return float(np.log(np.exp(logits - top).sum(dtype=np.float64)) + float(top) - float(logits[token]))
 
 
 def _choose(logits: Floats, temperature: float, top_p: float, random: np.random.Generator) -> int:

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from edgeft import sandbox
 from edgeft.data.tokens import Encoded
 from edgeft.errors import ConfigError, DataError
 from edgeft.evaluate import metrics
-from edgeft.evaluate.ask import Progress, Said, Scorer
+from edgeft.evaluate.ask import Progress, Response, Scorer
 from edgeft.evaluate.paired import LEVEL, bootstrap
 from edgeft.evaluate.suite import METRICS, Item, Suite, load_suite, make_items, suites
-from edgeft.model.tokenizer import Tokenizer
+from edgeft.formats.tokenizer import Tokenizer
+from edgeft.host import sandbox
 
 __all__ = ["METRICS", "Record", "Scores", "Suite", "compare", "load_suite", "score", "score_items", "suites", "telling"]
 
@@ -107,7 +107,7 @@ def score_items(
     return Scores([_record(item, one, tokenizer, suite, labels) for item, one in zip(items, said, strict=True)])
 
 
-def _record(item: Item, said: Said, tokenizer: Tokenizer, suite: Suite, labels: Sequence[str]) -> Record:
+def _record(item: Item, said: Response, tokenizer: Tokenizer, suite: Suite, labels: Sequence[str]) -> Record:
     record = Record(item.question, item.answers, source=item.row.source)
     if item.kind == "choice":
         lengths = [len(text) for text in item.texts]

@@ -13,14 +13,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from edgeft import sandbox
 from edgeft.config import DataConfig, EvalConfig, build, exists, knob, place, read_yaml, shipped
 from edgeft.data import files
 from edgeft.data.rows import Reader, Row
 from edgeft.data.tokens import Encoded, encode_rows, prompt_ids
 from edgeft.errors import ConfigError, DataError
 from edgeft.evaluate.ask import Ask
-from edgeft.model.tokenizer import Tokenizer, render
+from edgeft.formats.tokenizer import Tokenizer, render
+from edgeft.host import sandbox
 
 METRICS = ("loss", "perplexity", "exact_match", "f1", "contains", "accuracy", "accuracy_norm")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

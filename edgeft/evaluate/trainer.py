@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from edgeft.data.forest import Forest
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
-from edgeft.data.tree import Forest
-from edgeft.evaluate.ask import Ask, Progress, Said
-from edgeft.model.stack import Stack
+from edgeft.engine.batch import batch_of
+from edgeft.engine.stack import Stack
+from edgeft.evaluate.ask import Ask, Progress, Response
 
 TOKENS_AT_A_TIME = 2048
 LOGITS_AT_A_TIME = 256  # × a vocabulary of 50,000 in float32: 50 MB
@@ -24,8 +25,8 @@ class StackScorer:
     def __init__(self, stack: Stack, stop: frozenset[int]) -> None:
         self.stack, self.stop = stack, stop
 
-    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Said]:
-        said = [Said(0.0, [0.0] * len(ask.options), [False] * len(ask.options)) for ask in asks]
+    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Response]:
+        said = [Response(0.0, [0.0] * len(ask.options), [False] * len(ask.options)) for ask in asks]
         asked = [i for i, ask in enumerate(asks) if ask.generate and max_new > 0]
         scored = [(i, k) for i, ask in enumerate(asks) for k in ([-1] if ask.targets else []) + list(_places(ask))]
         total, done = len(scored) + len(asked), 0
@@ -39,7 +40,7 @@ class StackScorer:
         forest = Forest([_row(asks[i], k) for i, k in scored])
         with torch.no_grad():
             for part in forest.micro_batches(list(range(len(scored))), TOKENS_AT_A_TIME):
-                _, batch = forest.batch(part)
+                _, batch = batch_of(forest, part)
                 nll, top = self._surprises(self.stack.top(self.stack.trunk(batch, 0), batch, 0), batch.targets)
                 ends = np.cumsum([len(forest.targets[row]) for row in part])[:-1]
                 for row, piece, likeliest in zip(part, np.split(nll, ends), np.split(top, ends), strict=True):

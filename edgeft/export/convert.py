@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgeft.errors import ExportError
-from edgeft.model import ggml
-from edgeft.model.gguf import ARRAY, STRING, NewTensor, encode_record
+from edgeft.formats import ggml
+from edgeft.formats.gguf import ARRAY, STRING, NewTensor, encode_record
 
 if TYPE_CHECKING:
-    from edgeft.model.hf import Weights
+    from edgeft.formats.safetensors import Weights
 
 UINT32, INT32, FLOAT32, BOOL = 4, 5, 6, 7  # GGUF value types
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # GGUF token types
@@ -73,7 +73,9 @@ def hf_to_gguf(hf_dir: str, out: Path) -> Path:
 
 def records_and_tensors(hf_dir: str) -> tuple[list[bytes], list[NewTensor]]:
     """All that edgeft.model.gguf.write needs; the tensors' data is read when its turn comes."""
-    from edgeft.model.hf import MODEL_TYPES, Weights, read_config, resolve
+    from edgeft.arch.config import MODEL_TYPES, read_config
+    from edgeft.formats.hub import resolve
+    from edgeft.formats.safetensors import Weights
 
     folder = resolve(hf_dir)
     config, weights = read_config(folder), Weights(folder)
@@ -150,8 +152,8 @@ def rope_factors(config: Any) -> np.ndarray:
 
 
 def _tensors(config: Any, arch: str, weights: Weights) -> list[NewTensor]:
-    from edgeft.model.header import BIASES, LINEARS, NORMS
-    from edgeft.model.stack import head_order
+    from edgeft.arch.header import BIASES, LINEARS, NORMS
+    from edgeft.engine.load_gguf import head_order
 
     width, vocabulary, head_dim = config.hidden_size, config.vocab_size, head_size(config)
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads or config.num_attention_heads}
@@ -217,7 +219,7 @@ def _reader(
 
 def _tokenizer(folder: Path, rows: int) -> list[bytes]:
     """The tokenizer in llama.cpp's terms; `rows` is the height of the embedding."""
-    from edgeft.model.hf import open_tokenizer_file
+    from edgeft.formats.hub import open_tokenizer_file
 
     loaded = open_tokenizer_file(folder)
     source = json.loads(loaded.backend_tokenizer.to_str())

@@ -19,23 +19,18 @@ import numpy as np
 
 import edgeft
 from edgeft.errors import ExportError, RunError
-from edgeft.model import ggml
-from edgeft.model import gguf as files
-from edgeft.model.gguf import GGUF, NewTensor, TensorInfo
-from edgeft.run import sync_folder, writing
+from edgeft.formats import ggml
+from edgeft.formats import gguf as files
+from edgeft.formats.gguf import GGUF, NewTensor, TensorInfo
+from edgeft.formats.types import PACKABLE, check_type, chosen_type
+from edgeft.host.files import sync_folder, wrap_os_errors
+from edgeft.plan.limits import SPOOL_BYTES
 
 if TYPE_CHECKING:
     import torch
 
-# What ggml_quantize_chunk can pack, widest first; on any other type it aborts the whole process.
-PACKABLE = (
-    *("f32", "f16", "bf16", "q8_0", "q6_k", "q5_1", "q5_k", "q5_0", "q4_1", "q4_k", "q4_0", "iq4_nl", "nvfp4"),
-    *("iq4_xs", "mxfp4", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_s", "iq2_xs", "iq2_xxs", "tq2_0", "iq1_m"),
-    *("tq1_0", "iq1_s", "q1_0"),
-)
-WIDE = (ggml.F32, ggml.F16, ggml.BF16)  # `auto` keeps these
-SPOOL_BYTES = 8 << 20  # packed updates wait in memory up to here, beyond it in a nameless file
 OWN_KEYS = ("edgeft.version", "edgeft.base", "edgeft.recipe")
+
 TEMPLATE_KEY = "tokenizer.chat_template"
 
 _NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -73,7 +68,7 @@ def export_gguf(
     check_type(type_name)
     check_place(out, base.path)
     with tempfile.SpooledTemporaryFile(max_size=SPOOL_BYTES, dir=str(out.parent)) as spool:
-        with writing(out):
+        with wrap_os_errors(out):
             new = _pack_all(base, updates, type_name, importance or {}, spool)
         kept = [info for name, info in base.tensors.items() if name not in new]
         # the base's order, so that a file without added biases has its tensors where the base has them
@@ -84,12 +79,9 @@ def export_gguf(
     return Exported(out, size, dict(types), len(new), len(kept), checked)
 
 
-# ---------------------------------------------------------------- what is written
-
-
 def gguf_name(name: str) -> tuple[str, str]:
     """layers.3.mlp.up_proj.weight → (blk.3.ffn_up.weight, up); norms have no tensor letter."""
-    from edgeft.model.header import LINEARS, NORMS
+    from edgeft.arch.header import LINEARS, NORMS
 
     match = _NAME.fullmatch(name)
     if match:
@@ -102,18 +94,6 @@ def gguf_name(name: str) -> tuple[str, str]:
     raise ValueError(f"{name} has no place in a GGUF file")
 
 
-def check_type(type_name: str) -> None:
-    if type_name not in ("auto", "keep", *PACKABLE):
-        raise ExportError(f"tensors cannot be written as `{type_name}`", f"valid: auto, keep, {', '.join(PACKABLE)}")
-
-
-def chosen_type(base: TensorInfo, type_name: str) -> int:
-    """The ggml type of an updated matrix."""
-    if type_name == "keep" or (type_name == "auto" and base.type in WIDE):
-        return base.type
-    return ggml.type_id("q8_0" if type_name == "auto" else type_name)
-
-
 def _pack_all(
     base: GGUF,
     updates: Iterable[tuple[str, torch.Tensor]],
@@ -122,7 +102,7 @@ def _pack_all(
     spool: IO[bytes],
 ) -> dict[str, NewTensor]:
     """Pack updates as they come; sizes are then known, and bytes come back from the spool in the file's order."""
-    from edgeft.model.stack import row_order
+    from edgeft.engine.load_gguf import row_order
 
     new: dict[str, NewTensor] = {}
     for name, value in updates:
@@ -146,7 +126,7 @@ def _pack_all(
 
 def _check_shape(base: GGUF, target: str, dense: np.ndarray) -> tuple[int, ...]:
     """The tensor's shape as GGUF writes it, if the base has a place for it."""
-    from edgeft.model.header import BIASES, LINEARS
+    from edgeft.arch.header import BIASES, LINEARS
 
     info = base.tensors.get(target)
     if info is not None:
@@ -214,9 +194,6 @@ def _records(base: GGUF, template: str | None, recipe: str, base_name: str) -> l
     ]
 
 
-# ---------------------------------------------------------------- how it takes its place
-
-
 def check_place(out: Path, source: Path | None = None) -> None:
     """Refuse a target that cannot be written, before any work is done."""
     if out.is_dir():
@@ -240,13 +217,13 @@ def place(
     """
     temporary = out.with_name(out.name + ".part")  # the next try overwrites what a power cut left
     try:
-        with writing(out):
+        with wrap_os_errors(out):
             _check_space(out, records, tensors, alignment)
             with temporary.open("wb") as file:
                 files.write(file, records, tensors, alignment)  # and fsync
             size = temporary.stat().st_size
         checked = check(temporary) if check else None
-        with writing(out):
+        with wrap_os_errors(out):
             temporary.replace(out)
             sync_folder(out.parent)
     except BaseException:

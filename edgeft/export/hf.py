@@ -28,14 +28,14 @@ from edgeft.export.convert import (
     USER_DEFINED,
     rope_factors,
 )
-from edgeft.model import is_gguf
+from edgeft.formats.source import is_gguf
 
 if TYPE_CHECKING:
     import torch
 
-    from edgeft.model.gguf import GGUF
-    from edgeft.model.hf import Weights
-    from edgeft.model.packed import Packed
+    from edgeft.engine.packed import Packed
+    from edgeft.formats.gguf import GGUF
+    from edgeft.formats.safetensors import Weights
 
 SHARD_BYTES = 256 << 20  # tensors collected before they are written; saving takes as much again
 CHUNK_ROWS = 8192  # rows of a large matrix unpacked at a time
@@ -61,17 +61,17 @@ def export_hf(source: str, updates: Updates, out: Path) -> Path:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill; at the end it is renamed to `out`, or removed if something went wrong."""
-    from edgeft.run import sync_folder, writing
+    from edgeft.host.files import sync_folder, wrap_os_errors
 
     if (out.exists() and not out.is_dir()) or (out.is_dir() and any(out.iterdir())):
         raise ExportError(f"{out} exists already", "choose a new folder with -o, or remove this one first")
     temporary = out.with_name(out.name + ".part")
     try:
-        with writing(out):
+        with wrap_os_errors(out):
             if temporary.exists():  # what a power cut left
                 shutil.rmtree(temporary)
             temporary.mkdir(parents=True)
-        with writing(out):
+        with wrap_os_errors(out):
             yield temporary
             for file in temporary.iterdir():
                 with file.open("rb+") as stream:
@@ -158,7 +158,7 @@ def _write_json(path: Path, values: Any) -> None:
 
 def _bias_groups(present: set[str], depth: int) -> tuple[dict[str, bool], list[str]]:
     """LLaMA has biases on all attention (FFN) linears or on none: (what config.json says, those to add as zeros)."""
-    from edgeft.model.header import LINEARS
+    from edgeft.arch.header import LINEARS
 
     groups = {"attention_bias": ("q", "k", "v", "o"), "mlp_bias": ("gate", "up", "down")}
     config: dict[str, bool] = {}
@@ -177,9 +177,9 @@ def _bias_groups(present: set[str], depth: int) -> tuple[dict[str, bool], list[s
 def _from_gguf(source: Path, updates: Updates, folder: Path) -> None:
     import torch
 
-    from edgeft.model.gguf import GGUF
-    from edgeft.model.header import LINEARS, NORMS
-    from edgeft.model.stack import gguf_config, packed, row_order, vector
+    from edgeft.arch.header import LINEARS, NORMS
+    from edgeft.engine.load_gguf import gguf_config, packed, row_order, vector
+    from edgeft.formats.gguf import GGUF
 
     gguf = GGUF.open(source)
     config = gguf_config(gguf)
@@ -234,7 +234,7 @@ def _half(matrix: Packed) -> torch.Tensor:
 def _save_config(gguf: GGUF, config: Any, folder: Path) -> None:
     from transformers import GenerationConfig
 
-    from edgeft.model.stack import vector
+    from edgeft.engine.load_gguf import vector
 
     factors = vector(gguf, "rope_freqs.weight")
     if factors is not None:
@@ -271,7 +271,7 @@ def _tokenizer_files(gguf: GGUF, config: Any, folder: Path) -> None:
     """
     from tokenizers import AddedToken, Tokenizer, processors
 
-    from edgeft.model.tokenizer import GgufTokenizer
+    from edgeft.formats.tokenizer import GgufTokenizer
 
     kind = gguf.get_key("tokenizer.ggml.model")
     tokens, types = gguf.get_key("tokenizer.ggml.tokens", []), gguf.get_key("tokenizer.ggml.token_type", [])
@@ -376,7 +376,9 @@ def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> Any:
 
 
 def _from_hf(source: str, updates: Updates, folder: Path) -> None:
-    from edgeft.model.hf import DTYPES, Weights, read_config, resolve
+    from edgeft.arch.config import read_config
+    from edgeft.formats.hub import resolve
+    from edgeft.formats.safetensors import DTYPES, Weights
 
     origin = resolve(source)
     config, weights = read_config(origin), Weights(origin)
@@ -410,7 +412,7 @@ def _add_biases(weights: Weights, config: Any, new: dict[str, torch.Tensor], fol
     """Biases that the base has not: a shard of their own, and a config that tells of them."""
     import torch
 
-    from edgeft.model.hf import DTYPES
+    from edgeft.formats.safetensors import DTYPES
 
     present = {name for name in weights.places if name.endswith(".bias")}
     flags, missing = _bias_groups(present | set(new), config.num_hidden_layers)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeft.errors import EdgeftError
-from edgeft.model.tokenizer import GgufTokenizer, Message, render
+from edgeft.formats.tokenizer import GgufTokenizer, Message, render
 
 # words that no template holds and no template changes
 SYSTEM = "Zsystem"
@@ -189,10 +189,10 @@ def modelfile_path(gguf_path: Path) -> Path:
 
 def write_modelfile(gguf_path: Path) -> Path:
     """Write it beside the GGUF file and return where."""
-    from edgeft.run import replacing
+    from edgeft.host.files import atomic_write
 
     path = modelfile_path(gguf_path)
     text = modelfile(gguf_path)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
     return path

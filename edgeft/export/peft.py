@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from edgeft.errors import ExportError
 
 if TYPE_CHECKING:
-    from edgeft.model.stack import Stack
-    from edgeft.sparse.scheme import Scheme
+    from edgeft.engine.stack import Stack
+    from edgeft.methods.scheme import Scheme
 
 
 def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
     """adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained; `base` is the model's name."""
     from peft import LoraConfig
 
+    from edgeft.arch.header import LINEARS
     from edgeft.export.hf import new_folder, save
-    from edgeft.model.header import LINEARS
 
     hint = "use --format gguf or --format hf: there all updates are merged"
     if scheme.method != "lora":

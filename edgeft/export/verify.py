@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edgeft.engine.batch import batch_of
 from edgeft.errors import ExportError, ModelError
+from edgeft.plan.limits import BATCH_TOKENS, TARGETS
 
 if TYPE_CHECKING:
     import torch
 
+    from edgeft.data.forest import Forest
     from edgeft.data.tokens import Encoded
-    from edgeft.data.tree import Forest
+    from edgeft.engine.stack import Stack
     from edgeft.evaluate.llamacpp import LlamaFile
-    from edgeft.model.stack import Stack
-    from edgeft.model.tokenizer import Tokenizer
+    from edgeft.formats.tokenizer import Tokenizer
 
 ROWS = 16  # rows compared unless the caller says otherwise: some seconds
-BATCH_TOKENS = 1024  # tokens that run through the trainer at a time; shared prefixes count once
-TARGETS = 32  # positions compared per row, spread evenly: 32 x 150,000 logits are 20 MB
 
 # llama.cpp rounds activations to 8 bits and keeps fp16 keys and values, so it never says quite what the trainer says.
 # That noise alone, on unchanged files: KL 0.005 to 0.007 and top-1 90 to 98 % (SmolLM2-135M Q4_1, nine times 8 rows),
@@ -35,9 +35,12 @@ TARGETS = 32  # positions compared per row, spread evenly: 32 x 150,000 logits a
 # blocks 1.8, `keep` on its 4-bit grid, which rounds the update away, 4.9. Rows of q and k not put back as the only
 # fault: 0.03 to 0.04 in two blocks, 0.02 to 0.03 in one, so that a fault in a single block may pass.
 MAX_KL = 0.025
+
 # Types below 8 bits round what was learned, as asked: 0.025 (q4_1) and 0.034 (q4_0) for two blocks changed at random.
 MAX_KL_COARSE = 0.05
+
 FINE = ("", "auto", "f32", "f16", "bf16", "q8_0")  # their rounding is lost in the noise
+
 # Near-ties flip, and in a few short rows two tokens must not decide: this one only finds what is badly broken (rows of
 # q and k not put back in nine blocks 64 %, the wrong blocks 44 %, `keep` 18 %).
 MIN_TOP1 = 75.0
@@ -106,7 +109,7 @@ def compare(
     """The figures alone, without a verdict."""
     import torch
 
-    from edgeft.data.tree import Forest
+    from edgeft.data.forest import Forest
     from edgeft.evaluate.llamacpp import LlamaFile
 
     rows = [row for row in rows if row.trained[1:].any()]
@@ -150,7 +153,7 @@ def _states(stack: Stack, forest: Forest) -> dict[int, torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for part in forest.micro_batches(range(len(forest.paths)), BATCH_TOKENS):
-            _, batch = forest.batch(part)
+            _, batch = batch_of(forest, part)
             states = stack.top(stack.trunk(batch, 0), batch, 0)
             for row in part:
                 count = len(forest.targets[row])
@@ -171,9 +174,9 @@ def _same_text(
     path: Path, file: LlamaFile, rows: Sequence[Encoded], tokenizer: Tokenizer, system: str | None
 ) -> tuple[bool, bool]:
     """(same template, same ids): prompts as llama-cpp-python renders and llama.cpp reads them, and as we do."""
-    from edgeft import sandbox
     from edgeft.data.tokens import prompt_ids
-    from edgeft.model.tokenizer import GgufTokenizer, render
+    from edgeft.formats.tokenizer import GgufTokenizer, render
+    from edgeft.host import sandbox
 
     inside = GgufTokenizer(path)
     special = {"eos_token": inside.eos_text, "bos_token": inside.bos_text}

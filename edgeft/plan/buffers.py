@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from edgeft.methods.scheme import Scheme, channel_count
 from edgeft.plan.shape import Shape
-from edgeft.sparse.scheme import Scheme, channel_count
 
 
 @dataclass(eq=False)

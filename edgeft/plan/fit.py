@@ -13,18 +13,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgeft import device
-from edgeft.config import CHANNELS, TENSORS, Device, HowConfig, PartConfig, Recipe
+from edgeft.config import CHANNELS, TENSORS, Device, ExecutionConfig, PartConfig, Recipe
+from edgeft.engine import compiled
 from edgeft.errors import ConfigError, DoesNotFitError
-from edgeft.model import compiled, ggml
+from edgeft.formats import ggml
+from edgeft.host import device
+from edgeft.methods import scheme as schemes
+from edgeft.methods.scheme import Scheme
 from edgeft.plan import memory, seconds
-from edgeft.plan.memory import Engine
-from edgeft.plan.rows import Load, total
+from edgeft.plan.flops import step_flops
+from edgeft.plan.memory import EngineSpec
+from edgeft.plan.rows import Workload, total
 from edgeft.plan.seconds import Rates
 from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters
-from edgeft.sparse import scheme as schemes
-from edgeft.sparse.scheme import Scheme
-from edgeft.work import step_flops
 
 SMALLEST = 64  # tokens of a micro-batch, below which products are too thin to be worth it
 SLACK = 0.03  # of the budget is left free: a plan may be off by so much
@@ -64,7 +65,7 @@ class Job:
     """One run as it is planned."""
 
     def __init__(
-        self, recipe: Recipe, shape: Shape, load: Load, machine: Machine, engine: Engine | None = None
+        self, recipe: Recipe, shape: Shape, load: Workload, machine: Machine, engine: EngineSpec | None = None
     ) -> None:
         """engine: where a run has one already."""
         self.recipe, self.shape, self.load, self.machine = recipe, shape, load, machine
@@ -80,7 +81,7 @@ class Job:
         )
         self.exported_bytes = exported_bytes(shape, self.scheme, recipe.export.type)
 
-    def _engine(self) -> Engine:
+    def _engine(self) -> EngineSpec:
         """As train/engine.py will choose."""
         how, machine, load = self.recipe.how, self.machine, self.load
         able = self._able()
@@ -92,7 +93,7 @@ class Job:
             worth = compiled.pays(work * load.steps / max(1, len(steps)), machine.rates.fp32)
             kernels = able and (machine.built or (machine.compiler and worth))
         half = how.products == "bf16" or (how.products == "auto" and kernels and machine.bf16)
-        return Engine(kernels, half, machine.threads)
+        return EngineSpec(kernels, half, machine.threads)
 
     def _able(self) -> bool:
         """Can the kernels run this model?"""
@@ -104,7 +105,7 @@ class Job:
         how = dataclasses.replace(self.asked.how, compile="on")
         return Job(dataclasses.replace(self.asked, how=how), self.shape, self.load, self.machine)
 
-    def with_how(self, how: HowConfig) -> Job:
+    def with_how(self, how: ExecutionConfig) -> Job:
         found = copy.copy(self)
         found.recipe = dataclasses.replace(self.recipe, how=how)
         found.engine = dataclasses.replace(self.engine, half=how.products == "bf16")
@@ -157,7 +158,7 @@ def _products(job: Job) -> list[str]:
     return [asked, "fp32"] if job.free_products and asked == "bf16" else [asked]
 
 
-def ways(job: Job) -> Iterator[HowConfig]:
+def ways(job: Job) -> Iterator[ExecutionConfig]:
     """As asked first, then all that need less, in any combination."""
     asked = job.recipe.how
     size = asked.micro_batch_tokens
@@ -177,7 +178,7 @@ def ways(job: Job) -> Iterator[HowConfig]:
         )
 
 
-def frugal(job: Job) -> HowConfig:
+def frugal(job: Job) -> ExecutionConfig:
     """What needs least."""
     asked = job.recipe.how
     return dataclasses.replace(
@@ -414,7 +415,7 @@ def _told(asked: Job, chosen: Job, budget_bytes: int, changed: list[str]) -> dic
     }
 
 
-def halved(how: HowConfig) -> Iterator[tuple[int, HowConfig]]:
+def halved(how: ExecutionConfig) -> Iterator[tuple[int, ExecutionConfig]]:
     """Smaller micro-batches, which a run goes to when memory turns out to be short."""
     size = how.micro_batch_tokens // 2
     while size >= SMALLEST:

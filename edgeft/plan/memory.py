@@ -9,57 +9,80 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from edgeft.config import TENSORS, HowConfig, Recipe
-from edgeft.evaluate.llamacpp import BATCH, CACHE_BYTES, CACHE_SHARE, CELLS, OUTPUTS
-from edgeft.evaluate.quick import LEAST_TOKENS, MEMORY_SHARE
-from edgeft.export.gguf import SPOOL_BYTES
-from edgeft.export.verify import BATCH_TOKENS, TARGETS
-from edgeft.model import HEAD_ROWS, LOGITS_BYTES
+from edgeft.config import TENSORS, ExecutionConfig, Recipe
+from edgeft.engine.limits import HEAD_ROWS, LOGITS_BYTES
+from edgeft.methods.scheme import Scheme
 from edgeft.plan.buffers import top_bytes
-from edgeft.plan.rows import Load, Sizes
+from edgeft.plan.limits import (
+    BATCH,
+    BATCH_TOKENS,
+    CACHE_BYTES,
+    CACHE_SHARE,
+    CELLS,
+    LEAST_TOKENS,
+    MEMORY_SHARE,
+    OUTPUTS,
+    SCORED_TOKENS,
+    SPOOL_BYTES,
+    TARGETS,
+)
+from edgeft.plan.rows import Sizes, Workload
 from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters, trained_tensors
-from edgeft.sparse.scheme import Scheme
 
 MIB = 1 << 20
+
 STAGES = ("prepare", "trunk", "train", "export", "eval")  # trunk and train are one process
+
 TERMS = (
     *("libraries", "packed frozen weights", "trained weights", "gradients", "optimiser state", "saved activations"),
     *("boundary states", "logits chunk", "unpack scratch", "data"),
 )
+
 # Pages of a file that llama.cpp has mapped: they are in memory while there is room, and no run needs more for them.
 GIVES_WAY = "mapped file"
 
 # What a process holds before it has read a weight or a row, measured with torch 2.13 on x86-64.
 PYTHON_BYTES = 75 * MIB  # Python, numpy, gguf, llama.cpp's library and its tokenizer: the stages without torch
+
 # With torch, its matrix library's own buffers, and the kernels. 265 to 310 were seen: the system maps more or fewer
 # pages of a library around those that are touched.
 LEAN_BYTES = 290 * MIB
+
 TRANSFORMERS_BYTES = 480 * MIB  # with transformers and PEFT besides
+
 LLAMA_BYTES = 30 * MIB  # llama.cpp while it runs a model
+
 HALF_BYTES = 25 * MIB  # code that the library makes for bf16 products,
+
 # and keeps for every size of a pass, see block.padded: 0.6 MiB for each kind of product
 SIZE_BYTES = 6 * MIB
+
 LAST_BYTES = 4 * MIB  # for a size that only the last block has: fewer kinds
+
 METHOD_BYTES = {"sparse": 5 * MIB, "qas": 5 * MIB, "tinytl": 1 * MIB, "lora": 12 * MIB}  # where weights are trained,
+
 CHANNELS_BYTES = 7 * MIB  # where some of their channels are,
+
 SHARE_BYTES = 0.6 * MIB  # and for every further share of a tensor's channels that some block has
 
 NO_SIZES = Sizes()
 
 FAULT_BYTES = 64 << 10  # mapped around a page that is touched, where the system's cache has it
+
 CACHED_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # the trunk cache, a value of a state
 
 # A row in Python: ids and mask, its path through the forest, its nodes' tokens, parents and positions.
 TOKEN_BYTES = 28
+
 ROW_BYTES = 2000
+
 TEXT_BYTES = 40  # a token of a row that is there as text, too
 
-SCORED_TOKENS = 2048  # in one pass, as in evaluate/trainer.py
 VERIFY_ROWS = 12  # held-out rows on which an exported file is compared, as in pipeline.py
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSpec:
     """What computes: edgeft's kernels or plain torch, with bf16 products or without."""
 
     kernels: bool
@@ -68,7 +91,13 @@ class Engine:
 
 
 def stages(
-    shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine, exported_bytes: int, budget_bytes: int
+    shape: Shape,
+    scheme: Scheme,
+    recipe: Recipe,
+    load: Workload,
+    engine: EngineSpec,
+    exported_bytes: int,
+    budget_bytes: int,
 ) -> dict[str, dict[str, int]]:
     """Bytes by stage and term, at the peak of each."""
     found = {
@@ -104,10 +133,7 @@ def peak(terms: dict[str, int]) -> int:
     return sum(size for term, size in terms.items() if term != GIVES_WAY)
 
 
-# ---------------------------------------------------------------- pieces
-
-
-def libraries(shape: Shape, scheme: Scheme, engine: Engine, sizes: Sizes = NO_SIZES) -> int:
+def libraries(shape: Shape, scheme: Scheme, engine: EngineSpec, sizes: Sizes = NO_SIZES) -> int:
     """sizes: of passes with bf16 products."""
     lean = engine.kernels and scheme.method != "lora" and shape.lean
     half = HALF_BYTES + _size_bytes(scheme) * sizes.whole + LAST_BYTES * sizes.asked if sizes.whole else 0
@@ -123,12 +149,12 @@ def _size_bytes(scheme: Scheme) -> int:
     return SIZE_BYTES + METHOD_BYTES[scheme.method] + partial
 
 
-def _data(load: Load, texts: bool) -> int:
+def _data(load: Workload, texts: bool) -> int:
     tokens, rows = load.row_tokens + load.held_tokens, load.train_rows + load.heldout_rows
     return tokens * (TOKEN_BYTES + (TEXT_BYTES if texts else 0)) + rows * ROW_BYTES
 
 
-def _embedding(shape: Shape, load: Load) -> int:
+def _embedding(shape: Shape, load: Workload) -> int:
     """Pages of its rows that the data's tokens touch."""
     return min(shape.embedding_bytes, load.unique_tokens * FAULT_BYTES) if shape.mapped else shape.embedding_bytes
 
@@ -142,7 +168,7 @@ def _largest_packed(shape: Shape) -> int:
     return max((size for block in shape.blocks for size in block), default=0)
 
 
-def _weights(shape: Shape, scheme: Scheme, how: HowConfig, load: Load, running: range) -> int:
+def _weights(shape: Shape, scheme: Scheme, how: ExecutionConfig, load: Workload, running: range) -> int:
     """Frozen weights in memory while these blocks run: as stored, and of `dense` ones float32 copies besides."""
     if not shape.mapped:
         return shape.file_bytes
@@ -159,13 +185,13 @@ def _weights(shape: Shape, scheme: Scheme, how: HowConfig, load: Load, running: 
     return sum(shape.packed_bytes(b, t) for b, t in touched) + _tables(shape, load, how)
 
 
-def _tables(shape: Shape, load: Load, how: HowConfig) -> int:
+def _tables(shape: Shape, load: Workload, how: ExecutionConfig) -> int:
     if how.spare_memory:
         return (shape.head_bytes or shape.embedding_bytes) * HEAD_ROWS // max(shape.vocabulary, HEAD_ROWS)
     return shape.head_bytes + _embedding(shape, load) if shape.head_bytes else shape.embedding_bytes
 
 
-def _scratch(shape: Shape, engine: Engine, trunk: bool) -> int:
+def _scratch(shape: Shape, engine: EngineSpec, trunk: bool) -> int:
     """Buffers for one unpacked weight; they grow to the largest that was asked for, and stay."""
     head = 4 * min(HEAD_ROWS, shape.vocabulary) * shape.width
     if shape.dense:
@@ -184,14 +210,11 @@ def _forward(shape: Shape, tokens: int) -> int:
     return 4 * tokens * (8 * shape.width + shape.query + 2 * shape.ffn)
 
 
-# ---------------------------------------------------------------- stages
-
-
-def _prepare(load: Load) -> dict[str, float]:
+def _prepare(load: Workload) -> dict[str, float]:
     return {"libraries": PYTHON_BYTES, "data": _data(load, texts=True)}
 
 
-def _trunk(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine) -> dict[str, float]:
+def _trunk(shape: Shape, scheme: Scheme, recipe: Recipe, load: Workload, engine: EngineSpec) -> dict[str, float]:
     how = recipe.how
     tokens = max((one.tokens for one in load.trunk(how.micro_batch_tokens)), default=load.longest)
     running = range(1) if how.trunk_order == "blocks" else range(scheme.cut)
@@ -206,7 +229,7 @@ def _trunk(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
     }
 
 
-def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine) -> dict[str, float]:
+def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Workload, engine: EngineSpec) -> dict[str, float]:
     how = recipe.how
     widest = load.widest(how.micro_batch_tokens)
     sizes = trained_tensors(shape, scheme)
@@ -233,7 +256,7 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Eng
     }
 
 
-def activations(shape: Shape, scheme: Scheme, recipe: Recipe, tokens: int, asked: int, engine: Engine) -> int:
+def activations(shape: Shape, scheme: Scheme, recipe: Recipe, tokens: int, asked: int, engine: EngineSpec) -> int:
     """What one pass over the top keeps for its way back, and what it needs on the way."""
     how = recipe.how
     if engine.kernels:
@@ -252,7 +275,13 @@ def activations(shape: Shape, scheme: Scheme, recipe: Recipe, tokens: int, asked
 
 
 def _export(
-    shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine, exported_bytes: int, budget_bytes: int
+    shape: Shape,
+    scheme: Scheme,
+    recipe: Recipe,
+    load: Workload,
+    engine: EngineSpec,
+    exported_bytes: int,
+    budget_bytes: int,
 ) -> dict[str, float]:
     """The trainer's model is there, first to say what it holds for likely, then beside llama.cpp with the new file."""
     tokens = min(BATCH_TOKENS, VERIFY_ROWS * load.longest)
@@ -270,7 +299,7 @@ def _export(
 
 
 def _eval(
-    shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, model_bytes: int, budget_bytes: int
+    shape: Shape, scheme: Scheme, recipe: Recipe, load: Workload, model_bytes: int, budget_bytes: int
 ) -> dict[str, float]:
     """Base and tuned model in llama.cpp, one after the other; the larger counts."""
     if not shape.mapped:  # in the trainer
@@ -307,12 +336,12 @@ def _llama(shape: Shape, needed: int, wished: int, budget_bytes: int) -> int:
     return cells * cell + compute + 2 * 4 * OUTPUTS * shape.vocabulary
 
 
-def _spare(how: HowConfig) -> HowConfig:
+def _spare(how: ExecutionConfig) -> ExecutionConfig:
     """The export stage lets go of every page at once, whatever the recipe says."""
     return dataclasses.replace(how, spare_memory=True)
 
 
-def boundary_bytes(shape: Shape, recipe: Recipe, load: Load) -> tuple[int, int]:
+def boundary_bytes(shape: Shape, recipe: Recipe, load: Workload) -> tuple[int, int]:
     """(the trunk cache on the disk, files beside it while it is made)."""
     each = shape.width * CACHED_BYTES[recipe.how.trunk_dtype]
     between = 2 * 4 * shape.width * load.tree_tokens if recipe.how.trunk_order == "blocks" else 0

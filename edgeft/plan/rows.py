@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from edgeft.config import Recipe
+from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
-from edgeft.data.tree import Forest, epoch_order
 from edgeft.plan.buffers import padded
-from edgeft.train.schedule import WITHOUT_GRADIENT, Schedule
+from edgeft.plan.schedule import WITHOUT_GRADIENT, Schedule
 
 SAMPLE_ROWS = 1024  # looked at; counting them all would take longer than a plan should
 
@@ -43,7 +43,7 @@ def total(passes: Sequence[Pass]) -> Pass:
     return Pass(*np.sum(passes, axis=0).tolist()) if passes else Pass(0, 0, 0, 0, 0)
 
 
-class Load:
+class Workload:
     """The rows of one run."""
 
     def __init__(
@@ -113,14 +113,14 @@ class Load:
         whole = {padded(one.tokens) for one in every}
         return Sizes(len(whole), len({padded(one.asked) for one in every} - whole))
 
-    def cut(self, longest: int) -> Load:
+    def cut(self, longest: int) -> Workload:
         """As if data.max_tokens were so many; what is trained stands at the rows' ends."""
 
         def shorter(row: Encoded) -> Encoded:
             return dataclasses.replace(row, ids=row.ids[-longest:], trained=row.trained[-longest:])
 
         train, heldout = ([shorter(row) for row in side] for side in self.sample)
-        return Load(train, heldout, self.recipe, self.train_rows, self.heldout_rows)
+        return Workload(train, heldout, self.recipe, self.train_rows, self.heldout_rows)
 
     def _widest(self, micro_batch: int) -> Pass:
         """What the largest pass of training has of each."""

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from edgeft import device
 from edgeft.config import Device, Recipe
-from edgeft.model import LOGITS_BYTES, compiled
-from edgeft.plan.memory import VERIFY_ROWS, Engine, state_bytes
-from edgeft.plan.rows import Load, Pass, total
+from edgeft.engine import compiled
+from edgeft.engine.limits import LOGITS_BYTES
+from edgeft.host import device
+from edgeft.methods.scheme import Scheme
+from edgeft.plan.flops import ATTENTION_BACK, search_pays, search_tokens, step_flops
+from edgeft.plan.memory import VERIFY_ROWS, EngineSpec, state_bytes
+from edgeft.plan.rows import Pass, Workload, total
+from edgeft.plan.schedule import Schedule
 from edgeft.plan.shape import Shape, trained_parameters
-from edgeft.sparse.scheme import Scheme
-from edgeft.train.schedule import Schedule
-from edgeft.work import ATTENTION_BACK, search_pays, search_tokens, step_flops
 
 # Shares of doctor's rates that the kernels reach inside a step, measured on two cores with AVX-512.
 PRODUCTS = 0.9  # of the trial's product: layers are of other sizes
@@ -107,7 +108,9 @@ def _trial() -> float:
 class Clock:
     """Seconds of a run's parts."""
 
-    def __init__(self, shape: Shape, scheme: Scheme, recipe: Recipe, load: Load, engine: Engine, rates: Rates) -> None:
+    def __init__(
+        self, shape: Shape, scheme: Scheme, recipe: Recipe, load: Workload, engine: EngineSpec, rates: Rates
+    ) -> None:
         self.shape, self.scheme, self.recipe, self.load = shape, scheme, recipe, load
         self.engine, self.rates = engine, rates
         self.trained = trained_parameters(shape, scheme)
@@ -197,7 +200,7 @@ class Clock:
             start += 4 * self.shape.depth * self.shape.block_parameters / DENSE_BYTES
         if self.scheme.cut and recipe.how.trunk == "cache":
             found["trunk"] = self._trunk_stage()
-        if recipe.update.unknown:
+        if recipe.update.needs_search:
             found["search"] = self._search_stage(start)
         found["train"] = start + self._train_stage()
         found["export"] = start + self._export_stage(exported_bytes)

@@ -11,15 +11,16 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from edgeft.arch.header import LINEARS, header_values, plain_rotation
 from edgeft.config import TENSORS
-from edgeft.evaluate.quick import SLOW
-from edgeft.model import ggml, is_gguf
-from edgeft.model.gguf import GGUF, TensorInfo
-from edgeft.model.header import LINEARS, header_values, plain_rotation
-from edgeft.sparse.scheme import channel_count
+from edgeft.formats import ggml
+from edgeft.formats.gguf import GGUF, TensorInfo
+from edgeft.formats.source import is_gguf
+from edgeft.formats.types import SLOW
+from edgeft.methods.scheme import channel_count
 
 if TYPE_CHECKING:
-    from edgeft.sparse.scheme import Scheme
+    from edgeft.methods.scheme import Scheme
 
 STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 256}  # AdamW's moments of a trained number; 8bit: with scales
 # Work of unpacking a value by ggml, as operations of a float32 product in the same time; measured with AVX-512
@@ -134,7 +135,8 @@ def _unpack_flops(linears: list[TensorInfo]) -> float:
 
 
 def _of_folder(source: str, frozen: str) -> Shape:
-    from edgeft.model.hf import MODEL_TYPES, read_config, resolve
+    from edgeft.arch.config import MODEL_TYPES, read_config
+    from edgeft.formats.hub import resolve
 
     config = read_config(resolve(source))
     shape = shape_of_config(config)

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgeft.run import Run, replacing
+from edgeft.host.files import atomic_write
+from edgeft.run.folder import Run
 
 
 def write_report(run: Run, others: Sequence[Run] = (), out: Path | None = None) -> Path:
     """`report.html` in the run folder, or `out`."""
     from edgeft.report.page import page
-    from edgeft.report.story import tell
+    from edgeft.report.story import load_run_summary
 
     place = out or run.path / "report.html"
-    text = page(tell(run), [tell(other) for other in others])
-    with replacing(place) as file:
+    text = page(load_run_summary(run), [load_run_summary(other) for other in others])
+    with atomic_write(place) as file:
         file.write(text.encode("utf-8"))
     return place
 
@@ -26,9 +27,9 @@ def write_report(run: Run, others: Sequence[Run] = (), out: Path | None = None) 
 def write_card(run: Run, out: Path | None = None) -> Path:
     """`model-card.md` in the run folder, or `out`."""
     from edgeft.report.card import card
-    from edgeft.report.story import tell
+    from edgeft.report.story import load_run_summary
 
     place = out or run.path / "model-card.md"
-    with replacing(place) as file:
-        file.write(card(tell(run)).encode("utf-8"))
+    with atomic_write(place) as file:
+        file.write(card(load_run_summary(run)).encode("utf-8"))
     return place

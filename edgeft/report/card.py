@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from edgeft import config
 from edgeft.config import TENSORS
 from edgeft.report import words
 from edgeft.report.page import commands
-from edgeft.report.story import Story
+from edgeft.report.story import RunSummary
 
 
-def card(story: Story) -> str:
+def card(story: RunSummary) -> str:
     update = story.recipe.update
     blocks = story.scheme.get("blocks") or []
     named = {tensor for part in update.parts or [update] for tensor in part.tensors if part.channels}
@@ -37,13 +38,13 @@ def card(story: Story) -> str:
         lines += [f"- suite `{other['suite']}`: {words.verdict(other) or 'measured without its base model'}"]
     lines += [""] if story.suites else []
     facts = [
-        ("training rows", words.count(story.counts.get("train_rows"))),
-        ("held-out rows", words.count(story.counts.get("heldout_rows"))),
-        ("parameters trained", words.count(story.done.get("trained_parameters"))),
+        ("training rows", config.format_count(story.counts.get("train_rows"))),
+        ("held-out rows", config.format_count(story.counts.get("heldout_rows"))),
+        ("parameters trained", config.format_count(story.done.get("trained_parameters"))),
         ("steps", str(story.done.get("steps", "–"))),
-        ("time to train", words.duration(story.done.get("seconds"))),
-        ("peak memory", words.size(story.done.get("peak_bytes"))),
-        ("file", words.size(story.tuned_bytes)),
+        ("time to train", config.format_duration(story.done.get("seconds"))),
+        ("peak memory", config.format_size(story.done.get("peak_bytes"))),
+        ("file", config.format_size(story.tuned_bytes)),
     ]
     lines += ["| made with | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts if value != "–"), ""]
     lines += ["## Run it", "", *(f"    {line}" for _, text in commands(story) for line in text.splitlines()), ""]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeft.config import TENSORS
-from edgeft.run import replacing
+from edgeft.host.files import atomic_write
 
 
 def write_heat(found: dict[str, Any], place: Path) -> None:
@@ -40,5 +40,5 @@ def write_heat(found: dict[str, Any], place: Path) -> None:
     axes.set_xlabel("block")
     axes.set_title("contribution; white: share of the channels trained; bar: biases and norms", fontsize=9, pad=10)
     figure.colorbar(image, ax=axes, label="nats")
-    with replacing(place) as file:
+    with atomic_write(place) as file:
         figure.savefig(file, format="png", metadata={"Software": None})

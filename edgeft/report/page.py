@@ -16,7 +16,7 @@ from typing import Any
 from edgeft import __version__, config
 from edgeft.evaluate import metrics
 from edgeft.report import svg, words
-from edgeft.report.story import ROWS, Story
+from edgeft.report.story import ROWS, RunSummary
 
 SHOWN = 6  # answers side by side; the rest can be unfolded
 FOLDED = 20
@@ -26,7 +26,7 @@ SERIES = ("c0", "c1", "c2", "c3", "c4")
 CSP = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(story: Story, others: Sequence[Story] = ()) -> str:
+def page(story: RunSummary, others: Sequence[RunSummary] = ()) -> str:
     body = [
         _hero(story),
         _comparison([story, *others]) if others else "",
@@ -78,7 +78,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 # ---------------------------------------------------------------- the verdict
 
 
-def _hero(story: Story) -> str:
+def _hero(story: RunSummary) -> str:
     result = story.result
     found = (result or {}).get("verdict")
     if result and found:
@@ -138,14 +138,18 @@ def _leaks(result: dict[str, Any] | None) -> str:
     )
 
 
-def _tiles(story: Story) -> str:
+def _tiles(story: RunSummary) -> str:
     done, trained = story.done, story.done.get("trained_parameters") or story.scheme.get("trained_parameters")
     tiles = [
-        ("training rows", words.count(story.counts.get("train_rows")), ""),
-        ("parameters trained", words.count(trained), ""),
-        ("time to train", words.duration(done.get("seconds")), ""),
-        ("peak memory", words.size(done.get("peak_bytes") or story.peaks.get("train")), _of_budget(story)),
-        ("file", words.size(story.tuned_bytes), f"was {words.size(story.base_bytes)}" if story.base_bytes else ""),
+        ("training rows", config.format_count(story.counts.get("train_rows")), ""),
+        ("parameters trained", config.format_count(trained), ""),
+        ("time to train", config.format_duration(done.get("seconds")), ""),
+        ("peak memory", config.format_size(done.get("peak_bytes") or story.peaks.get("train")), _of_budget(story)),
+        (
+            "file",
+            config.format_size(story.tuned_bytes),
+            f"was {config.format_size(story.base_bytes)}" if story.base_bytes else "",
+        ),
     ]
     return (
         '<dl class="tiles">'
@@ -158,9 +162,9 @@ def _tiles(story: Story) -> str:
     )
 
 
-def _of_budget(story: Story) -> str:
+def _of_budget(story: RunSummary) -> str:
     budget = story.plan.get("budget_bytes")
-    return f"of {words.size(budget)} allowed" if budget else ""
+    return f"of {config.format_size(budget)} allowed" if budget else ""
 
 
 # ---------------------------------------------------------------- scores
@@ -193,7 +197,7 @@ def _interval_plot(result: dict[str, Any]) -> str:
     return svg.intervals("Change against the base model, in points", rows)
 
 
-def _scores(story: Story) -> str:
+def _scores(story: RunSummary) -> str:
     result = story.result
     if not result:
         return ""
@@ -220,7 +224,7 @@ def _scores(story: Story) -> str:
     return _section("Does it answer better?", f'<div class="grid2">{left}</div>{right}</div>', "scores")
 
 
-def _other_suites(story: Story) -> str:
+def _other_suites(story: RunSummary) -> str:
     cards = []
     for result in story.suites:
         told = words.verdict(result)
@@ -251,7 +255,7 @@ def _plain(value: float | None) -> str:
 # ---------------------------------------------------------------- answers side by side
 
 
-def _answers(story: Story) -> str:
+def _answers(story: RunSummary) -> str:
     result = story.result
     if not result:
         return ""
@@ -337,7 +341,7 @@ def _smooth(points: svg.Points, share: float = 0.1) -> list[tuple[float, float]]
     ]
 
 
-def _loss_plot(story: Story) -> str:
+def _loss_plot(story: RunSummary) -> str:
     train = _thin(story.train_loss)
     lines = [
         svg.Line("training loss, each step", train, "faint"),
@@ -358,21 +362,23 @@ def _thin(points: list[tuple[float, float]], most: int = 600) -> list[tuple[floa
     return points[::step]
 
 
-def _memory_plot(story: Story) -> str:
+def _memory_plot(story: RunSummary) -> str:
     if not story.memory:
         return ""
     unit = 2**30
     peak, plan, budget = story.done.get("peak_bytes"), story.plan.get("peak_bytes"), story.plan.get("budget_bytes")
     limits = []
-    told = f"Highest: {words.size(peak)}." if peak else ""
+    told = f"Highest: {config.format_size(peak)}." if peak else ""
     if story.peaks:
-        told = "Highest by stage: " + ", ".join(f"{name} {words.size(b)}" for name, b in story.peaks.items()) + "."
+        told = (
+            "Highest by stage: " + ", ".join(f"{name} {config.format_size(b)}" for name, b in story.peaks.items()) + "."
+        )
     if plan:
-        limits.append(svg.Limit(f"planned {words.size(plan)}", plan / unit, "c1"))
+        limits.append(svg.Limit(f"planned {config.format_size(plan)}", plan / unit, "c1"))
     if budget and budget <= FAR * max(plan or 0, peak or 0, *(b for _, b in story.memory)):
-        limits.append(svg.Limit(f"allowed {words.size(budget)}", budget / unit))
+        limits.append(svg.Limit(f"allowed {config.format_size(budget)}", budget / unit))
     elif budget:
-        told += f" Allowed were {words.size(budget)}, far above this plot."
+        told += f" Allowed were {config.format_size(budget)}, far above this plot."
     points = [(t, b / unit) for t, b in _thin(story.memory)]
     drawing = svg.line_chart(
         "Memory while training", [svg.Line("resident memory", points, "tuned")], "seconds of training", "GiB", limits,
@@ -381,7 +387,7 @@ def _memory_plot(story: Story) -> str:
     return _figure("Memory", drawing, told, "", "memory")
 
 
-def _heat_plot(story: Story) -> str:
+def _heat_plot(story: RunSummary) -> str:
     """Only where there is a sensor, or something was lost without one."""
     governor = story.recipe.governor
     limits = [
@@ -398,16 +404,20 @@ def _heat_plot(story: Story) -> str:
     return _figure("Temperature", drawing or (f"<p>{told}</p>" if told else ""), told if drawing else "", "", "heat")
 
 
-def _course(story: Story) -> str:
-    stages = svg.bars("Time by stage", [(name, s, words.duration(s)) for name, s in story.stages])
+def _course(story: RunSummary) -> str:
+    stages = svg.bars("Time by stage", [(name, s, config.format_duration(s)) for name, s in story.stages])
     total = sum(s for _, s in story.stages)
     cards = _loss_plot(story) + _memory_plot(story)
-    cards += _figure("Time by stage", stages, f"In all {words.duration(total)}.", "", "time") + _heat_plot(story)
+    cards += _figure("Time by stage", stages, f"In all {config.format_duration(total)}.", "", "time") + _heat_plot(
+        story
+    )
     return _section("How the run went", f'<div class="grid2">{cards}{_sizes(story)}</div>' if cards else "", "course")
 
 
-def _sizes(story: Story) -> str:
-    rows = [(n, float(b), words.size(b)) for n, b in (("base", story.base_bytes), ("tuned", story.tuned_bytes)) if b]
+def _sizes(story: RunSummary) -> str:
+    rows = [
+        (n, float(b), config.format_size(b)) for n, b in (("base", story.base_bytes), ("tuned", story.tuned_bytes)) if b
+    ]
     check = story.exported.get("check") or {}
     told = (
         f"In llama.cpp the exported file says the same as the trainer on {check['top1']:.1f} % of {check['tokens']} "
@@ -418,7 +428,7 @@ def _sizes(story: Story) -> str:
     return _figure("File size", svg.bars("File size", rows, [name for name, _, _ in rows]), told, "", "sizes")
 
 
-def _updated(story: Story) -> str:
+def _updated(story: RunSummary) -> str:
     found = story.map
     if found is None:
         return ""
@@ -445,7 +455,7 @@ def _updated(story: Story) -> str:
 # ---------------------------------------------------------------- runs side by side
 
 
-def _comparison(stories: Sequence[Story]) -> str:
+def _comparison(stories: Sequence[RunSummary]) -> str:
     def row(name: str, cells: Sequence[str]) -> str:
         return f'<tr><th scope="row">{escape(name)}</th>' + "".join(f'<td class="n">{c}</td>' for c in cells) + "</tr>"
 
@@ -453,10 +463,10 @@ def _comparison(stories: Sequence[Story]) -> str:
     rows = [
         row("recipe", [escape(s.recipe.name) for s in stories]),
         row("model", [escape(s.model) for s in stories]),
-        row("training rows", [words.count(s.counts.get("train_rows")) for s in stories]),
-        row("parameters trained", [words.count(s.done.get("trained_parameters")) for s in stories]),
-        row("time to train", [words.duration(s.done.get("seconds")) for s in stories]),
-        row("peak memory", [words.size(s.done.get("peak_bytes")) for s in stories]),
+        row("training rows", [config.format_count(s.counts.get("train_rows")) for s in stories]),
+        row("parameters trained", [config.format_count(s.done.get("trained_parameters")) for s in stories]),
+        row("time to train", [config.format_duration(s.done.get("seconds")) for s in stories]),
+        row("peak memory", [config.format_size(s.done.get("peak_bytes")) for s in stories]),
         row("held-out rows", [str((s.result or {}).get("rows", "–")) for s in stories]),
     ]
     for name in names:
@@ -492,7 +502,7 @@ def _comparison(stories: Sequence[Story]) -> str:
 # ---------------------------------------------------------------- using it, and how it was made
 
 
-def commands(story: Story) -> list[tuple[str, str]]:
+def commands(story: RunSummary) -> list[tuple[str, str]]:
     """(where, what to type), for the report and the card."""
     name = re.sub(r"[^a-z0-9-]+", "-", story.name.lower()).strip("-") or "tuned"
     return [
@@ -502,7 +512,7 @@ def commands(story: Story) -> list[tuple[str, str]]:
     ]
 
 
-def _use(story: Story) -> str:
+def _use(story: RunSummary) -> str:
     if story.tuned_bytes is None:
         return ""
     lines = "".join(f"<h3>{escape(where)}</h3><pre>{escape(line)}</pre>" for where, line in commands(story))
@@ -511,13 +521,13 @@ def _use(story: Story) -> str:
     )
 
 
-def _settings(story: Story) -> str:
+def _settings(story: RunSummary) -> str:
     plan = story.plan
-    rows = [(name, words.size(count)) for name, count in (plan.get("terms") or {}).items()]
+    rows = [(name, config.format_size(count)) for name, count in (plan.get("terms") or {}).items()]
     planned = ""
     if rows:
         body = "".join(f'<tr><th scope="row">{escape(n)}</th><td class="n">{v}</td></tr>' for n, v in rows)
-        peak = words.size(plan.get("peak_bytes"))
+        peak = config.format_size(plan.get("peak_bytes"))
         total = f'<tr><th scope="row">in all</th><td class="n"><strong>{peak}</strong></td></tr>'
         planned = f'<div class="card"><h3>Planned memory</h3><table><tbody>{body}{total}</tbody></table></div>'
     facts = [
@@ -528,10 +538,10 @@ def _settings(story: Story) -> str:
             "rows",
             f"{story.counts.get('train_rows', '–')} to train on, {story.counts.get('heldout_rows', '–')} held out",
         ),
-        ("tokens", words.count(story.counts.get("train_tokens"))),
+        ("tokens", config.format_count(story.counts.get("train_tokens"))),
         ("steps", str(story.done.get("steps", "–"))),
         ("machine", str(story.counts.get("machine", "–"))),
-        ("memory allowed", words.size(plan.get("budget_bytes"))),
+        ("memory allowed", config.format_size(plan.get("budget_bytes"))),
         (
             "micro-batch",
             f"{(plan.get('how') or {}).get('micro_batch_tokens', story.recipe.how.micro_batch_tokens)} tokens",

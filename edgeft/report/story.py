@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from edgeft.errors import EdgeftError
-from edgeft.model import demo_model, is_gguf
-from edgeft.model.gguf import GGUF
-from edgeft.run import Run
-from edgeft.sparse import scheme as schemes
+from edgeft.formats.gguf import GGUF
+from edgeft.formats.source import demo_model, is_gguf
+from edgeft.methods import scheme as schemes
+from edgeft.run.folder import Run
 
 ROWS = ("q", "k", "v", "o", "gate", "up", "down", "norms", "biases")  # of the map of tensors
 NAMES = {
@@ -42,7 +42,7 @@ class Map:
 
 
 @dataclass
-class Story:
+class RunSummary:
     name: str
     path: Path
     recipe: Any
@@ -67,14 +67,14 @@ class Story:
     tuned_bytes: int | None
 
 
-def tell(run: Run) -> Story:
+def load_run_summary(run: Run) -> RunSummary:
     events = run.events()
     first = {name: next((e for e in events if e.get("event") == name), {}) for name in ("prepare", "scheme")}
     steps = _latest(e for e in events if e.get("event") == "step")
     checks = _latest(e for e in events if e.get("event") == "validation")
     origin = base_file(run)
     result, suites = results(run)
-    return Story(
+    return RunSummary(
         name=run.path.resolve().name,
         path=run.path,
         recipe=run.recipe,
@@ -246,7 +246,7 @@ def compare_files(base: GGUF, tuned: GGUF) -> Map:
 
 def _values(gguf: GGUF, name: str) -> np.ndarray:
     """(n,) float32."""
-    from edgeft.model import ggml
+    from edgeft.formats import ggml
 
     info = gguf.tensors[name]
     columns = int(info.shape[0])

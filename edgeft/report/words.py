@@ -13,6 +13,7 @@ METRICS = {
     "accuracy": "accuracy",
     "accuracy_norm": "accuracy per character",
 }
+
 PLAIN = ("loss", "perplexity")  # no percentages, and lower is better
 
 
@@ -57,32 +58,3 @@ def verdict(result: dict[str, Any]) -> str:
 
 def _title(name: str) -> str:
     return METRICS[name]
-
-
-def size(count: float | None) -> str:
-    if count is None:
-        return "–"
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}" if unit == "GiB" else f"{count / factor:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def count(number: float | None) -> str:
-    """23.9 M."""
-    if number is None:
-        return "–"
-    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.1f} {unit}"
-    return f"{number:.0f}"

@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from edgeft.errors import DamagedError, EdgeftError, RunError
-from edgeft.run import Run, replacing, writing
+from edgeft.host.files import atomic_write, wrap_os_errors
+from edgeft.run.folder import Run
 
 Found = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors and state
 Tell = Callable[[Path, str], None]  # what is wrong with a file
@@ -45,7 +46,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(head)
         found = zlib.crc32(head)
         for key in order:
@@ -166,7 +167,7 @@ def newest(folder: Path, tell: Tell, place: Place = fresh) -> Found | None:
         except RunError as error:
             tell(path, error.message)
             if isinstance(error, DamagedError):
-                with writing(path):
+                with wrap_os_errors(path):
                     path.unlink(missing_ok=True)
     return None
 
@@ -196,7 +197,7 @@ def rotate(folder: Path, keep: int, start: bool) -> None:
     """Leaves the newest `keep`, and with `start` the one of step 0."""
     for path in all_of(folder)[:-keep]:
         if not start or path != name(folder, 0):
-            with writing(path):
+            with wrap_os_errors(path):
                 path.unlink(missing_ok=True)
 
 
@@ -204,5 +205,5 @@ def drop_after(folder: Path, step: int) -> None:
     """Takes away those of later steps, the newest last: whoever is killed here finds one from before going back."""
     for path in all_of(folder):
         if path > name(folder, step):
-            with writing(path):
+            with wrap_os_errors(path):
                 path.unlink(missing_ok=True)

@@ -9,11 +9,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from edgeft import sensors
 from edgeft.config import windows
-from edgeft.run import Run
-from edgeft.sensors import Sensors
-from edgeft.train.progress import Progress
+from edgeft.host import sensors
+from edgeft.host.sensors import Sensors
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
 
 READ_S = 1.0  # between two readings of the temperature
 LOOK_S = 10.0  # between two looks at battery and throttling: they change slowly, and vcgencmd is a process
@@ -83,7 +83,7 @@ class Governor:
 
     # ------------------------------------------------ between micro-batches
 
-    def between(self, save: Callable[[], None] = lambda: None) -> bool:
+    def pause_if_needed(self, save: Callable[[], None] = lambda: None) -> bool:
         """Pauses if it must, and before a long pause saves; True: asked to stop."""
         came, self._not_own_s = self._clock(), 0.0
         worked = came - self._left

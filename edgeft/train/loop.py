@@ -20,27 +20,28 @@ import psutil
 import torch
 from torch import nn
 
+from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
-from edgeft.data.tree import Forest, epoch_order
+from edgeft.engine import optimizer, page_release
+from edgeft.engine.batch import Batch, batch_of
+from edgeft.engine.limits import padded
+from edgeft.engine.pool import pool
+from edgeft.engine.stack import Stack
 from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
-from edgeft.model import spare
-from edgeft.model.block import padded
-from edgeft.model.pool import pool
-from edgeft.model.stack import Batch, Stack
+from edgeft.host.process import peak_bytes
+from edgeft.methods import scheme as schemes
+from edgeft.methods.qas import Qas
+from edgeft.methods.scheme import Scheme
 from edgeft.plan import shape_of_config
-from edgeft.run import Run
-from edgeft.sparse import scheme as schemes
-from edgeft.sparse.scheme import Scheme
-from edgeft.stage import peak_bytes
-from edgeft.train import checkpoint, optimizer, trunk
+from edgeft.plan.flops import step_flops
+from edgeft.plan.schedule import Schedule as Schedule
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
+from edgeft.train import checkpoint, trunk
 from edgeft.train.governor import Governor
 from edgeft.train.guard import Guard
-from edgeft.train.progress import Progress
-from edgeft.train.qas import Qas
 from edgeft.train.remaining import Remaining
-from edgeft.train.schedule import Schedule as Schedule
 from edgeft.train.watch import Watch, is_refusal
-from edgeft.work import step_flops
 
 SAME_S = 0.5  # requests to stop within this time are one
 CHOOSING_ROWS = 8  # whose gradients decide which channels are trained
@@ -74,7 +75,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
 
 
 @dataclass
-class Passed:
+class StepTotals:
     """What the passes of one step came to."""
 
     loss: float = 0.0
@@ -102,7 +103,7 @@ class Trainer:
         stack.recompute, stack.supervised_only, stack.prune = how.recompute, how.supervised_only, how.prune
         stack.frugal = scheme.frugal
         if stack.frugal and stack.kernels:
-            spare.large_apart()  # autograd's own sums, outside the pool, left 100 to 200 MiB of holes
+            page_release.large_apart()  # autograd's own sums, outside the pool, left 100 to 200 MiB of holes
         self.forest = Forest(train + heldout, share=how.tree)
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))
@@ -146,13 +147,13 @@ class Trainer:
             layer.look()
         order = epoch_order(self.forest, self.rows, self.run.recipe.train.seed, 0, grouped=False)
         for row in order[:CHOOSING_ROWS]:
-            nodes, batch = self.forest.batch([row])
+            nodes, batch = batch_of(self.forest, [row])
             self.loss(nodes, batch).backward()  # type: ignore[no-untyped-call]
             self.optimizer.clear()
         for layer in layers:
             layer.choose()
         pool.resize(pool.rows)  # it took buffers of other widths than training does
-        spare.trim(always=True)  # and most of it was done in plain torch, outside the pool
+        page_release.trim(always=True)  # and most of it was done in plain torch, outside the pool
         self.progress.line(f"channels chosen by the gradients of {min(CHOOSING_ROWS, len(order))} rows")
 
     # ------------------------------------------------ one step
@@ -166,18 +167,18 @@ class Trainer:
         size = self.run.recipe.train.batch_rows
         return self._order[place * size : (place + 1) * size]
 
-    def backward(self, rows: list[int], stopping: Callable[[], bool]) -> Passed | None:
+    def backward(self, rows: list[int], stopping: Callable[[], bool]) -> StepTotals | None:
         """Gradients of the mean loss over all targets of these rows, whatever the micro-batches; None: stopped."""
         targets = self.forest.trained(rows)
         parts = self._parts(rows)
-        passed = Passed()
+        passed = StepTotals()
         while parts:
             if stopping():
                 return None
-            if self.watch.look():  # the same rows in smaller passes
+            if self.watch.check_memory():  # the same rows in smaller passes
                 parts = self._parts([row for part in parts for row in part])
             part = parts.pop(0)
-            nodes, batch = self.forest.batch(part)
+            nodes, batch = batch_of(self.forest, part)
             self._choose_tokens(batch, part[0])
             piece = self.loss(nodes, batch) / targets
             passed.loss += float(piece.detach())
@@ -191,7 +192,7 @@ class Trainer:
     def _parts(self, rows: list[int]) -> list[list[int]]:
         return list(self.forest.micro_batches(rows, self.run.recipe.how.micro_batch_tokens))
 
-    def _take_turn(self) -> None:
+    def _rotate_active_blocks(self) -> None:
         """`update.cycle_blocks`: other blocks than before are trained. What the optimiser knew of those before is gone:
         when their turn comes again all others have moved, and moments of then would say little."""
         blocks = self.scheme.turn(self.step, self.run.recipe.train.seed)
@@ -238,8 +239,8 @@ class Trainer:
         total = 0.0
         with torch.no_grad():
             for part in self.forest.micro_batches(self.heldout, self.run.recipe.how.micro_batch_tokens):
-                self.governor.between()  # asked to stop, the loop does so after this
-                total += float(self.loss(*self.forest.batch(part)))
+                self.governor.pause_if_needed()  # asked to stop, the loop does so after this
+                total += float(self.loss(*batch_of(self.forest, part)))
         return total / self.forest.trained(self.heldout)
 
     # ------------------------------------------------ the loop
@@ -255,14 +256,14 @@ class Trainer:
             if found is None:
                 raise self._stopped()
             self.trunk = found
-            spare.trim()
+            page_release.trim()
             self._restore()
-            self._fit(lambda: self.governor.between(self._save_before_pause))
+            self._fit(lambda: self.governor.pause_if_needed(self._save_before_pause))
 
     def _between_trunks(self) -> bool:
         """True: asked to stop."""
-        self.watch.look("trunk")
-        return self.governor.between()
+        self.watch.check_memory("trunk")
+        return self.governor.pause_if_needed()
 
     def _fit(self, stopping: Callable[[], bool]) -> None:
         schedule = self.schedule
@@ -285,7 +286,7 @@ class Trainer:
             begin = self.governor.worked_s()
             lr = schedule.lr(self.step) * self.guard.rate
             self.optimizer.set_rate(lr, schedule.bias_lr(self.step) * self.guard.rate)
-            self._take_turn()
+            self._rotate_active_blocks()
             try:
                 passed = self.backward(self.step_rows(self.step), stopping)
             except (DoesNotFitError, MemoryError, RuntimeError) as error:

@@ -17,16 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from edgeft import cache
-from edgeft.cache import model_id as model_id
-from edgeft.data.tree import Forest
+from edgeft.data.forest import Forest
+from edgeft.engine.batch import Batch, batch_of
+from edgeft.engine.packed import PackedLinear
+from edgeft.engine.stack import Stack
 from edgeft.errors import ModelError, RunError
-from edgeft.model import ggml, gguf, is_gguf
-from edgeft.model.packed import PackedLinear
-from edgeft.model.stack import Batch, Stack
-from edgeft.run import Run, sweep, writing
-from edgeft.train.progress import Progress
-from edgeft.train.schedule import WITHOUT_GRADIENT
+from edgeft.formats import ggml, gguf
+from edgeft.formats.hub import model_id as model_id
+from edgeft.formats.source import is_gguf
+from edgeft.host import cache
+from edgeft.host.files import sweep, wrap_os_errors
+from edgeft.plan.schedule import WITHOUT_GRADIENT
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
 
 FORMAT = 2
 ROWS_PER_SYNC = 256  # after so many rows the place reached is written down
@@ -131,7 +134,7 @@ class Int8(Codec):
 CODECS = {"fp32": Codec, "fp16": Half, "int8": Int8}
 
 
-class States:
+class RowFile:
     """Rows of bytes in a file, by number. Read and written, not mapped: mapped pages count as this process's memory."""
 
     def __init__(self, path: Path, row_bytes: int, write: bool = False) -> None:
@@ -195,7 +198,7 @@ def _crc(path: Path) -> int:
 class Trunk:
     """What the cut sees, by forest node."""
 
-    def __init__(self, stack: Stack, cut: int, states: States | None, codec: Codec | None = None) -> None:
+    def __init__(self, stack: Stack, cut: int, states: RowFile | None, codec: Codec | None = None) -> None:
         self.stack, self.cut, self.states, self.codec = stack, cut, states, codec
         self.entry: cache.Entry | None = None  # held, so that nobody takes the file away
 
@@ -253,7 +256,7 @@ def prepare(
             and _crc(entry.states) == found["crc32"]
         )
 
-    with ExitStack() as undo, writing(entry.path, DROP_HINT if shared else "choose another place with -o"):
+    with ExitStack() as undo, wrap_os_errors(entry.path, DROP_HINT if shared else "choose another place with -o"):
         undo.callback(entry.close)
         had = entry.acquire(
             whole, stopping, lambda: progress.line("trunk: another process is making the same cache; waiting for it")
@@ -270,7 +273,7 @@ def prepare(
             with suppress(RunError, OSError):  # a note for `edgeft runs rm`
                 cache.remember(entry, run.path)
         let_go(stack, 0, cut)
-        states = States(entry.states, codec.row_bytes)
+        states = RowFile(entry.states, codec.row_bytes)
         if codec.tail_bytes:
             codec.read_tail(os.pread(states.handle, codec.tail_bytes, len(forest) * codec.row_bytes))
         undo.pop_all()
@@ -372,7 +375,7 @@ class _Maker:
         )
         reached = found.get("reached") if same else None
         with ExitStack() as files:
-            states = States(self.entry.states, self.codec.row_bytes, write=True)
+            states = RowFile(self.entry.states, self.codec.row_bytes, write=True)
             files.callback(states.close)
             if not isinstance(reached, int) or reached <= 0:
                 reached = 0
@@ -390,7 +393,7 @@ class _Maker:
     def _tail_at(self) -> int:
         return len(self.forest) * self.codec.row_bytes
 
-    def _reserve(self, states: States) -> None:
+    def _reserve(self, states: RowFile) -> None:
         """Makes room in the shared cache, then takes the disk space."""
         self.entry.note_file.unlink(missing_ok=True)
         try:
@@ -416,7 +419,7 @@ class _Maker:
             part = rows[start : start + ROWS_PER_SYNC]
             yield start + len(part), list(self.forest.micro_batches(part, self.tokens))
 
-    def _write(self, states: States, nodes: np.ndarray, hidden: torch.Tensor) -> None:
+    def _write(self, states: RowFile, nodes: np.ndarray, hidden: torch.Tensor) -> None:
         fresh = self.codec.tail() == b""
         states.write(nodes, self.codec.encode(hidden))
         if fresh and self.codec.tail_bytes:
@@ -424,7 +427,7 @@ class _Maker:
 
     # ------------------------------------------------ all blocks for a few rows
 
-    def _by_rows(self, states: States, reached: int) -> bool:
+    def _by_rows(self, states: RowFile, reached: int) -> bool:
         """`reached`: nodes that are done; they are the first ones, since rows come in the nodes' order."""
         forest, rows = self.forest, self.forest.order
         ends = np.maximum.accumulate([int(forest.paths[row][-1]) + 1 for row in rows])
@@ -437,7 +440,7 @@ class _Maker:
             for part in parts:
                 if self.stopping():
                     return False
-                nodes, batch = forest.batch(part)
+                nodes, batch = batch_of(forest, part)
                 self._write(states, nodes, self.stack.trunk(batch, self.cut))
                 self.progress.advance(len(part))
             states.sync()
@@ -446,7 +449,7 @@ class _Maker:
 
     # ------------------------------------------------ one block for all rows
 
-    def _by_blocks(self, states: States, reached: int, files: ExitStack) -> bool:
+    def _by_blocks(self, states: RowFile, reached: int, files: ExitStack) -> bool:
         """`reached`: micro-batches that are done, counted through all blocks.
 
         A block reads what the one before it left in one file and writes into the other, so that it can be begun again;
@@ -456,7 +459,9 @@ class _Maker:
         parts = [part for _, some in self._parts(0) for part in some]
         sizes = [len(self.forest.nodes(part)) for part in parts]
         starts = np.cumsum([0, *sizes])
-        between = [States(self.entry.path / name, 4 * self.stack.width, write=True) for name in ("even.bin", "odd.bin")]
+        between = [
+            RowFile(self.entry.path / name, 4 * self.stack.width, write=True) for name in ("even.bin", "odd.bin")
+        ]
         for file in between:
             files.callback(file.close)
             size = int(starts[-1]) * file.row_bytes
@@ -478,7 +483,7 @@ class _Maker:
             block, number = divmod(turn, len(parts))
             source, target = between[(block + 1) % 2], between[block % 2]
             places = np.arange(starts[number], starts[number + 1])
-            nodes, batch = self.forest.batch(parts[number])
+            nodes, batch = batch_of(self.forest, parts[number])
             with torch.no_grad():
                 hidden = self.stack.embed(batch.tokens) if block == 0 else exact.decode(source.read(places))
                 hidden = self.stack.run(hidden[None], batch.positions[None], batch.tree, block, block + 1)[0]

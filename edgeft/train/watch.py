@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from edgeft import device
 from edgeft.errors import DoesNotFitError
-from edgeft.run import Run
-from edgeft.train.progress import Progress
+from edgeft.host import device
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
 
 LOOK_S = 0.2  # between two looks: each reads a few small files
 MARGIN_SHARE = 0.02  # of the machine's memory, or of its control group's, that is left alone
@@ -65,7 +65,7 @@ class Watch:
         """Of training with micro-batches as they are now; 0: nothing was planned."""
         return self._planned.get(self.tokens, 0)
 
-    def look(self, stage: str = "train") -> bool:
+    def check_memory(self, stage: str = "train") -> bool:
         """True: micro-batches are smaller from now on. DoesNotFitError where that does not help."""
         if self._clock() - self._looked < LOOK_S:
             return False

@@ -1,0 +1,32 @@
+"""Every knob, declared once; strict YAML; and what a run's options come to."""
+
+from edgeft.config.reader import build, dump, read_yaml, scalar
+from edgeft.config.resolve import (
+    apply_sets,
+    check_heat,
+    exists,
+    learning_identity,
+    load_recipe,
+    names,
+    place,
+    shipped,
+    use_profile,
+)
+from edgeft.config.schema import (
+    CHANNELS,
+    TENSORS,
+    DataConfig,
+    Device,
+    EvalConfig,
+    ExecutionConfig,
+    ExportConfig,
+    GovernorConfig,
+    ModelConfig,
+    PartConfig,
+    Recipe,
+    TrainConfig,
+    UpdateConfig,
+    knob,
+    windows,
+)
+from edgeft.config.units import format_count, format_duration, format_size, parse_size, parse_time

@@ -1,0 +1,189 @@
+"""Strict YAML: an unknown key, a wrong type or an impossible value is a ConfigError that names the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import reprlib
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edgeft.config.schema import Recipe
+from edgeft.errors import ConfigError
+
+MAX_YAML_BYTES = 256 << 10  # read in some seconds even on a slow board
+
+
+def _suggest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"
+
+
+def _shown(value: Any) -> str:
+    """A value as it stands in a message, cut short."""
+    return reprlib.repr(value)
+
+
+def _type_name(hint: Any) -> str:
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_type_name(h) for h in typing.get_args(hint))
+    words = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
+    return {list: "a list", dict: "a table of keys", **words}[typing.get_origin(hint) or hint]
+
+
+def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
+    if hint is Any:
+        return value
+    bad = ConfigError(f"`{key}` must be {_type_name(hint)}, not {_shown(value)}", f"{key}: {meta.get('about', '')}")
+    if isinstance(hint, types.UnionType):
+        if value is None or value == "none":  # the explanations say "none = …"
+            return None
+        hint = next(h for h in typing.get_args(hint) if h is not type(None))
+    if typing.get_origin(hint) is list:
+        if isinstance(value, str):  # --set update.tensors=q,v
+            value = [part.strip() for part in value.strip("[]").split(",") if part.strip()]
+        if not isinstance(value, list):
+            raise bad
+        item_type = typing.get_args(hint)[0]
+        if dataclasses.is_dataclass(item_type):
+            return [build(typing.cast(type, item_type), item, f"{key}.{n}") for n, item in enumerate(value)]
+        return [_coerce(item, item_type, key, meta) for item in value]
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise bad
+        return value
+    if hint is float and isinstance(value, (str, int)) and not isinstance(value, bool):  # YAML 1.1 reads 2e-4 as text
+        try:
+            value = float(value)
+        except (ValueError, OverflowError):
+            raise bad from None
+    if hint is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)
+    if type(value) is not hint or (hint is float and not math.isfinite(value)) or (hint is int and abs(value) >> 63):
+        raise bad
+    if meta.get("choices") and value not in meta["choices"]:
+        known = [str(c) for c in meta["choices"]]
+        raise ConfigError(f"`{key}` cannot be {_shown(value)}", _suggest(str(value), known))
+    low, high = meta.get("low"), meta.get("high")
+    if (low is not None and value < low) or (high is not None and value > high):
+        limits = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+        raise ConfigError(f"`{key}` is {value}, and must be {limits}", f"{key}: {meta.get('about', '')}")
+    if check := meta.get("check"):
+        try:
+            check(value)
+        except ValueError as error:
+            raise ConfigError(f"`{key}`: {error}", f"{key}: {meta.get('about', '')}") from None
+    return value
+
+
+def build(cls: type[Any], values: Any, where: str = "", base: Any = None) -> Any:
+    """A dataclass from nested dictionaries, over `base` (or the defaults), refusing what it does not know."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"`{where or cls.__name__.lower()}` must be a table of keys, not {_shown(values)}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    result = cls() if base is None else dataclasses.replace(base)
+    for name, value in values.items():
+        if name not in fields:
+            word = name[:80] if isinstance(name, str) else _shown(name)
+            raise ConfigError(
+                f"unknown key `{where}.{word}`" if where else f"unknown key `{word}`", _suggest(word, list(fields))
+            )
+        key = f"{where}.{name}" if where else name
+        if dataclasses.is_dataclass(hints[name]):
+            made = build(typing.cast(type, hints[name]), value, key, getattr(result, name))
+        else:
+            made = _coerce(value, hints[name], key, dict(fields[name].metadata))
+        setattr(result, name, made)
+    return result
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without the second of two equal keys silently winning, and without aliases: a few lines of those make a
+    document that holds itself, or is larger than any memory."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key.value}` is there twice", key.start_mark)
+            seen.add(str(key.value))
+        return typing.cast(dict[Any, Any], super().construct_mapping(node, deep))
+
+
+def _short(construct: Any) -> Any:
+    """Numbers of thousands of digits are refused: Python does not even write them out."""
+
+    def checked(loader: _Loader, node: yaml.ScalarNode) -> Any:
+        if len(str(node.value)) > 1000:
+            raise yaml.constructor.ConstructorError(None, None, "a number of too many digits", node.start_mark)
+        return construct(loader, node)
+
+    return checked
+
+
+def _parse(text: str) -> Any:
+    """One YAML document; whatever is wrong with it is a YAMLError."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (ValueError, OverflowError, RecursionError) as error:  # 2024-13-45 looks like a date; [[[[… goes too deep
+        raise yaml.YAMLError(str(error)) from None
+    except (AttributeError, LookupError, TypeError):  # what PyYAML raises for !!timestamp x, !!bool x, !!set x
+        raise yaml.YAMLError("a tag (!!…) on what it does not fit") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        if not path.is_file():  # a pipe would wait for ever
+            raise ConfigError(f"{path} is no regular file", "recipes are YAML files")
+        with path.open("rb") as file:
+            raw = file.read(MAX_YAML_BYTES + 1)
+        if len(raw) > MAX_YAML_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_YAML_BYTES >> 10} KiB", "recipes are short YAML files")
+        text = raw.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text", "recipes are YAML files") from None
+    try:
+        values = _parse(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{path}{line}: not valid YAML ({problem})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no table of keys", "a recipe looks like `train: {epochs: 3}`")
+    return values
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML whose text comes back as it was: unquoted, the line breaks of Unicode would be read as \\n."""
+
+
+def _quote(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    rare = any(mark in text for mark in "\x85\u2028\u2029")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if rare else None)
+
+
+def dump(recipe: Recipe) -> str:
+    return yaml.dump(dataclasses.asdict(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def scalar(value: Any) -> str:
+    """One value as it stands in a recipe file."""
+    text = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, default_flow_style=True, width=10000)
+    return text.removesuffix("...\n").strip()

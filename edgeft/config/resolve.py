@@ -1,0 +1,123 @@
+"""From names, files and `--set` to one recipe: recipe file, then the device profile, then options; later ones win."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edgeft.config.reader import _Dumper, _Loader, _parse, _quote, _short, _suggest, build, read_yaml
+from edgeft.config.schema import Device, ExecutionConfig, GovernorConfig, Recipe
+from edgeft.errors import ConfigError
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _short(_Loader.construct_yaml_int))
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _short(_Loader.construct_yaml_float))
+
+
+def place(path: str | Path) -> Path:
+    """A path with `~` opened up, where that names a user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is a file or folder; what cannot be a name, like one of 300 letters, names none."""
+    try:
+        return place(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def shipped(folder: str) -> Path:
+    """`recipes` or `eval`: inside the installed package, or at the top of a checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "_shipped" / folder
+    return inside if inside.is_dir() else package.parent / folder
+
+
+def names(kind: str) -> list[str]:
+    """Names of the shipped recipes or devices."""
+    folder = shipped("recipes") / ("devices" if kind == "device" else "")
+    return sorted(p.stem for p in folder.glob("*.yaml"))
+
+
+def find_file(kind: str, name: str) -> Path:
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        path = place(name)
+        if not path.is_file():
+            raise ConfigError(f"there is no {kind} file {name}", f"`edgeft {kind}s` lists the shipped ones")
+        return path
+    known = names(kind)
+    if name not in known:
+        raise ConfigError(f"unknown {kind} `{name}`", _suggest(name, known + (["auto"] if kind == "device" else [])))
+    return shipped("recipes") / ("devices" if kind == "device" else "") / f"{name}.yaml"
+
+
+def load_recipe(name: str) -> Recipe:
+    path = find_file("recipe", name)
+    values = read_yaml(path)
+    values.setdefault("name", path.stem)
+    return typing.cast(Recipe, build(Recipe, values))
+
+
+def check_heat(governor: GovernorConfig) -> None:
+    """A limit at or below the target would be reached all the time."""
+    target, limit = governor.target_celsius, governor.limit_celsius
+    if target and limit and limit <= target:
+        raise ConfigError(
+            f"`governor.limit_celsius` is {limit:g}, and `governor.target_celsius` {target:g}",
+            "the limit is where it pauses: some degrees above the target where it settles",
+        )
+
+
+def apply_sets(recipe: Recipe, sets: list[str]) -> Recipe:
+    """`--set train.lr=2e-4`: one knob each, read as YAML."""
+    for item in sets:
+        key, sign, text = item.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"`--set {item}` is not key=value", "for example `--set train.epochs=2`")
+        nested: Any = _set_value(key, text)
+        for part in reversed(key.strip().split(".")):
+            nested = {part: nested}
+        recipe = typing.cast(Recipe, build(Recipe, nested, base=_copy(recipe)))
+    check_heat(recipe.governor)
+    return recipe
+
+
+def _set_value(key: str, text: str) -> Any:
+    try:
+        value = _parse(text) if text else ""
+    except yaml.YAMLError:
+        return text
+    hint: Any = Recipe
+    for part in key.strip().split("."):
+        hint = typing.get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
+    wants_text = hint is str or str in typing.get_args(hint)
+    if wants_text and typing.get_origin(hint) is not list and not isinstance(value, str):
+        # Text that YAML takes for something else: `Answer: yes`, 007, no, 2024-01-01, #5
+        return None if text.strip() in ("null", "~") else text
+    return value
+
+
+def _copy(recipe: Recipe) -> Recipe:
+    return typing.cast(Recipe, build(Recipe, dataclasses.asdict(recipe)))
+
+
+def use_profile(recipe: Recipe, profile: Device) -> None:
+    recipe.how = build(ExecutionConfig, profile.how, "how", recipe.how)
+    recipe.governor = build(GovernorConfig, profile.governor, "governor", recipe.governor)
+
+
+_Dumper.add_representer(str, _quote)
+
+
+def learning_identity(recipe: Recipe) -> dict[str, Any]:
+    """The part of a recipe that decides what is learned; two runs that differ here are different runs."""
+    values = dataclasses.asdict(recipe)
+    return {key: values[key] for key in ("model", "data", "update", "train")}

@@ -1,0 +1,66 @@
+"""Sizes and times as people write them, read and printed."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from edgeft.config.reader import _shown
+from edgeft.errors import ConfigError
+
+UNITS = {"": 1, "b": 1} | {
+    f"{letter}{ending}": (1000 if ending == "b" else 1024) ** power
+    for power, letter in enumerate("kmgt", 1)
+    for ending in ("ib", "b", "i", "")
+}
+
+TIMES = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}  # seconds
+
+
+def parse_size(text: str, option: str = "--memory") -> int:
+    """`1500MiB`, `1.5GiB`, `6GB`, `2G` (binary, as in ulimit and systemd) → bytes."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip())
+    if not match or match[2].lower() not in UNITS:
+        raise ConfigError(f"`{option} {_shown(text)}` is no size", "for example 1500MiB, 1.5GiB or 6GB")
+    found = int(float(match[1]) * UNITS[match[2].lower()])
+    if not 1 << 20 <= found < 1 << 60:
+        raise ConfigError(f"`{option} {text}` is {found} bytes", "for example 1500MiB, 1.5GiB or 6GB")
+    return found
+
+
+def parse_time(text: str, option: str, least: float = 1.0) -> float:
+    """`90s`, `30min`, `1.5h` → seconds."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+)", text.strip())
+    found = float(match[1]) * TIMES.get(match[2].lower(), math.nan) if match else math.nan
+    if not least <= found:
+        raise ConfigError(f"`{option} {_shown(text)}` is no time", "for example 90s, 30min or 1.5h")
+    return found
+
+
+def format_size(count: float | None) -> str:
+    if count is None:
+        return "–"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}" if unit == "GiB" else f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def format_count(number: float | None) -> str:
+    """23.9 M."""
+    if number is None:
+        return "–"
+    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number:.0f}"

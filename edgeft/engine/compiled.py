@@ -1,0 +1,94 @@
+"""The C++ kernels as a library: compiled once for this machine's processor, and cached.
+
+No torch here: the planner asks whether they are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from edgeft.errors import EdgeftError
+from edgeft.host import cache
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+SAVED_SHARE = 0.4  # of the time of plain torch, by `scripts/ablate.py`
+COMPILE_S = 10.0  # on a slow board; 2 to 3 on a laptop
+HINT = "install g++ or clang++, or go without the kernels: --set how.compile=off"
+
+
+def compiler() -> str | None:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    return None
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        told = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    except OSError:
+        told = [platform.processor()]
+    return platform.machine() + "".join(told)
+
+
+def multiplies_bf16() -> bool:
+    """Has the processor instructions for it? With them a product takes less than half the time, without several times.
+
+    Not a trial: on a busy machine that would come out now so, now so, and with it a run's bits.
+    """
+    return any(f" {name} " in f"{_processor()} " for name in ("avx512_bf16", "amx_bf16"))
+
+
+def library_file() -> Path:
+    name = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, _processor()]).encode()).hexdigest()[:24]
+    folder = cache.folder()
+    if folder is None:
+        raise EdgeftError(
+            "there is no folder for edgeft's kernels", "name one with EDGEFT_CACHE, or --set how.compile=off"
+        )
+    return folder / "kernels" / f"{name}.so"
+
+
+def pays(flops: float, flops_per_s: float) -> bool:
+    """Is so much work worth compiling them for?"""
+    return SAVED_SHARE * flops / flops_per_s > COMPILE_S
+
+
+def is_built() -> bool:
+    return cache.folder() is not None and library_file().is_file()
+
+
+def build() -> Path:
+    """The compiled library, made now if it is not there; a few seconds."""
+    file = library_file()
+    if file.is_file():
+        return file
+    program = compiler()
+    if program is None:
+        raise EdgeftError("there is no C++ compiler for edgeft's kernels", HINT)
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    threads = () if platform.system() == "Darwin" else ("-fopenmp",)  # Apple's clang has no OpenMP: one thread
+    try:
+        cache.private(file.parent.parent)  # whoever can write here runs code as this user
+        cache.private(file.parent)
+        result = subprocess.run(
+            [program, *FLAGS, native, *threads, str(SOURCE), "-o", str(temporary)], capture_output=True, text=True
+        )
+        if result.returncode:
+            said = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
+            raise EdgeftError(f"{program} could not compile edgeft's kernels: {said}", HINT)
+        os.replace(temporary, file)
+    except OSError as error:
+        raise EdgeftError(f"cannot write edgeft's kernels to {file.parent}: {error.strerror}", HINT) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return file

@@ -1,0 +1,1 @@
+"""Bytes on disk: GGUF, ggml types, safetensors, tokenizers. No knowledge of models."""

@@ -1,0 +1,108 @@
+"""Files that are written whole or not at all: atomic writes, JSON, leftovers of killed processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from edgeft.errors import RunError
+
+MAX_JSON_BYTES = 256 << 20  # a file is read whole
+
+_LEFT = re.compile(r"\..+\.(\d{1,9})(?:\.[^.]*)?\.tmp")  # the number is its process
+
+
+@contextlib.contextmanager
+def wrap_os_errors(path: Path, hint: str = "choose another place with -o") -> Iterator[None]:
+    """Turns what the system says about a failed write into one line and a hint."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            hint = f"free some space (an interrupted run goes on with --resume), or {hint}"
+        raise RunError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", hint) from None
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes its place only when it is whole and on the disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with wrap_os_errors(path):
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # what went wrong first is told
+                temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename is on the disk only when its folder is."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # some file systems cannot do this
+            raise
+
+
+def sweep(folder: Path, locked: bool = False) -> None:
+    """Takes away what processes that were killed left half written; locked: only this one writes there."""
+    for path in folder.glob(".*.tmp"):
+        owner = _LEFT.fullmatch(path.name)
+        # by the number alone, one that was killed a moment ago, or another that has its number now, would seem alive
+        if owner and (int(owner[1]) != os.getpid() if locked else not _lives(int(owner[1]))):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _lives(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        pass
+    return True
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What is missing or damaged is None."""
+    try:
+        small = path.is_file() and path.stat().st_size <= MAX_JSON_BYTES
+        found = json.loads(path.read_text(encoding="utf-8")) if small else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    with atomic_write(path) as file:
+        file.write(json.dumps(values, indent=1).encode())
+
+
+def remove_tree(path: Path) -> None:
+    """A file, a link itself, or a folder with all that is in it; nothing if it is not there."""
+    import shutil
+
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)  # it does not follow links
+    else:
+        path.unlink(missing_ok=True)

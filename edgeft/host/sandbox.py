@@ -1,0 +1,278 @@
+"""Templates and patterns that came with a model or a suite, run in a small process of their own.
+
+They are programs by strangers: whatever one does, an answer or an error comes within SECONDS, and its process has no
+more than BYTES of memory, opens no file or socket and starts no program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from datetime import datetime
+from typing import IO, Any
+
+SECONDS = 10.0  # for one piece of work; an honest template takes less than a millisecond
+BYTES = 512 << 20  # of memory, beyond what the process needs to start
+OUTPUT_CHARS, OUTPUT_TIMES = 1 << 20, 16  # longest output: so much, and so many times the length of what was given
+SOURCE_CHARS = 1 << 20  # of a template or pattern
+
+# As in run/supervise.py: no module is looked for in the current folder, among the user's own files.
+BOOT = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; "
+    "import json; sys.path[:] = json.loads(sys.argv[1])['path']; from edgeft.host.sandbox import main; main()"
+)
+
+
+class Broken(Exception):
+    """The source itself cannot be used: a syntax error."""
+
+
+class Failed(Exception):
+    """It does not take what it was given, or takes too long, or needs too much."""
+
+
+def chat(source: str, values: dict[str, Any]) -> str:
+    """A chat template, as transformers renders it."""
+    return _ask(False, "chat", source, values)
+
+
+def chat_as_llama_cpp(source: str, values: dict[str, Any]) -> str:
+    """A chat template, as llama-cpp-python renders it."""
+    return _ask(True, "peer", source, values)
+
+
+def prompt(source: str, values: dict[str, Any]) -> str:
+    """A jinja template in which every name must be known."""
+    return _ask(False, "prompt", source, values)
+
+
+def search(pattern: str, text: str) -> str:
+    """The first group of a regular expression's first match, or nothing."""
+    return _ask(False, "search", pattern, {"text": text})
+
+
+def check(kind: str, source: str) -> None:
+    """Raises Broken if a prompt or a pattern cannot be used at all."""
+    _ask(False, f"check {kind}", source, {})
+
+
+# ---------------------------------------------------------------- this side
+
+
+def _ask(peer: bool, kind: str, source: str, values: dict[str, Any]) -> str:
+    if len(source) > SOURCE_CHARS:
+        raise Broken(f"it is {len(source)} characters long")
+    return _worker(peer).ask({"kind": kind, "source": source, "values": values, "seconds": SECONDS})
+
+
+@functools.lru_cache(maxsize=2)
+def _worker(peer: bool) -> _Worker:
+    return _Worker(peer)
+
+
+class _Worker:
+    """One process, started when it is needed, and again after it was ended."""
+
+    def __init__(self, peer: bool) -> None:
+        self.peer = peer
+        self.process: subprocess.Popen[bytes] | None = None
+        self.owner = 0  # a forked child must not talk to its parent's
+        self.lock = threading.Lock()
+
+    def ask(self, work: dict[str, Any]) -> str:
+        with self.lock:
+            process = self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                _send(process.stdin, work)
+                found = _receive(process.stdout)
+            except BaseException as error:  # Ctrl-C, too: an answer that nobody waits for must not be the next one's
+                self._end()
+                if isinstance(error, (OSError, ValueError)):
+                    raise Failed("its process ended") from None
+                raise
+            if found is None:
+                code = process.wait()
+                self._end()
+                late = code == -signal.SIGALRM
+                raise Failed(f"it takes longer than {SECONDS:g} s" if late else "it needs too much memory")
+        if "text" in found:
+            return str(found["text"])
+        raise (Broken if found.get("broken") else Failed)(str(found.get("error")))
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
+            given = json.dumps({"path": [p for p in sys.path if p], "peer": self.peer, "bytes": BYTES})
+            # A session of its own: Ctrl-C in the terminal is for this process alone.
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, given],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self.owner = os.getpid()
+        return self.process
+
+    def _end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            for pipe in (self.process.stdin, self.process.stdout):
+                with contextlib.suppress(OSError):
+                    if pipe:
+                        pipe.close()
+        self.process = None
+
+
+def _send(file: IO[bytes], values: dict[str, Any]) -> None:
+    data = json.dumps(values).encode()
+    file.write(len(data).to_bytes(8, "little") + data)
+    file.flush()
+
+
+def _receive(file: IO[bytes]) -> dict[str, Any] | None:
+    """None: the other side is gone."""
+    head = file.read(8)
+    length = int.from_bytes(head, "little")
+    data = file.read(length) if len(head) == 8 else b""
+    return dict(json.loads(data)) if len(head) == 8 and len(data) == length else None
+
+
+# ---------------------------------------------------------------- the other side
+
+
+def main() -> None:
+    """Works until its parent closes the pipe, or is gone."""
+    given = json.loads(sys.argv[1])
+    source, target = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    for name in ("jinja2.debug", "linecache", "random", "traceback"):  # what jinja imports only when it needs it
+        importlib.import_module(name)
+    _chat("{{ strftime_now('%d %b %Y') }}", {})
+    if given["peer"]:
+        _peer("x", {"messages": [], "bos_token": "", "eos_token": ""})
+    _limit(given["bytes"])
+    while work := _receive(source):
+        signal.setitimer(signal.ITIMER_REAL, work["seconds"])  # its SIGALRM ends the process, whatever it is doing
+        answer = _work(work)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(target, answer)
+
+
+def _limit(memory: int) -> None:
+    import resource
+
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
+        memory += int(file.read().split()[0]) * resource.getpagesize()
+    limits = {"RLIMIT_AS": memory, "RLIMIT_CORE": 0, "RLIMIT_FSIZE": 0, "RLIMIT_NPROC": 0, "RLIMIT_NOFILE": 0}
+    for name, value in limits.items():
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # not every system knows every one
+            resource.setrlimit(getattr(resource, name), (value, value))
+
+
+def _work(work: dict[str, Any]) -> dict[str, Any]:
+    import re
+
+    import jinja2
+
+    kind, source, values = work["kind"], work["source"], work["values"]
+    does = {"chat": _chat, "peer": _peer, "prompt": _prompt, "search": _search}
+    does |= {"check prompt": _check_prompt, "check search": _check_search}
+    try:
+        text = does[kind](source, values)
+        most = OUTPUT_CHARS + OUTPUT_TIMES * sum(len(m["content"]) for m in values.get("messages", []))
+        if len(text) > most:
+            return {"error": f"its output is {len(text)} characters long"}
+        return {"text": text}
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": f"line {error.lineno}: {error.message}"[:400], "broken": True}
+    except re.error as error:
+        return {"error": str(error)[:400], "broken": True}
+    except MemoryError:
+        return {"error": "it needs too much memory"}
+    except RecursionError:
+        return {"error": "it is nested too deeply", "broken": kind.startswith("check")}
+    except Exception as error:  # a template is a program and raises what it likes
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return {"error": reason[:400], "broken": kind.startswith("check")}
+
+
+@functools.lru_cache(maxsize=8)
+def _chat_template(source: str) -> Any:
+    """The template as transformers compiles it: same whitespace rules, same helpers, sandboxed."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} … {% endgeneration %} marks the assistant's part; here it only passes its text on."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja declares it so
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own would escape HTML
+
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    env.filters["tojson"] = tojson
+    env.globals["raise_exception"] = raise_exception
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return env.from_string(source)
+
+
+def _chat(source: str, values: dict[str, Any]) -> str:
+    return str(_chat_template(source).render(**values))
+
+
+@functools.lru_cache(maxsize=8)
+def _prompt_template(source: str) -> Any:
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(source)
+
+
+def _check_prompt(source: str, values: dict[str, Any]) -> str:
+    _prompt_template(source)
+    return ""
+
+
+def _prompt(source: str, values: dict[str, Any]) -> str:
+    return str(_prompt_template(source).render(**values))
+
+
+def _peer(source: str, values: dict[str, Any]) -> str:
+    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+    formatter = Jinja2ChatFormatter(source, eos_token=values["eos_token"], bos_token=values["bos_token"])
+    return str(formatter(messages=values["messages"]).prompt)
+
+
+def _search(source: str, values: dict[str, Any]) -> str:
+    import re
+
+    found = re.search(source, values["text"], re.DOTALL)
+    return (found.group(1) or "") if found else ""
+
+
+def _check_search(source: str, values: dict[str, Any]) -> str:
+    import re
+
+    if re.compile(source).groups < 1:
+        raise ValueError("it has no group")
+    return ""

@@ -1,0 +1,328 @@
+"""A scheme: which blocks, tensors, biases and norms of a model are trained, and how they are put into its stack.
+
+Gradients of everything else are never computed; below the cut, the lowest trained block, not even activations are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgeft.arch.header import BIASES, LINEARS, NORMS
+from edgeft.config import PartConfig, UpdateConfig
+from edgeft.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from edgeft.engine.stack import Stack
+
+BLOCKS_HINT = (
+    "`6` is the top six, `11-19` a range, `[3, 7]` single ones, `37%-67%` a share of the depth, `all` or `auto`"
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What is trained, by block and tensor; nothing else is."""
+
+    method: str  # sparse, lora, tinytl or qas
+    shares: dict[tuple[int, str], float]  # of a weight's input channels, by (block, tensor): above 0
+    biases: frozenset[tuple[int, str]] = frozenset()
+    norms: frozenset[int] = frozenset()  # blocks
+    choose: str = "gradient"  # how channels are chosen where a share is below 1
+    rank: int = 0
+    alpha: float = 0.0
+    rounding: str = "stochastic"  # of int8 weights
+    cycle_blocks: int = 0  # trained at a time; 0: all
+    cycle_steps: int = 1
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Those in which anything is trained, ascending."""
+        return tuple(sorted({block for block, _ in (*self.shares, *self.biases)} | self.norms))
+
+    @property
+    def cut(self) -> int:
+        """The lowest trained block; all below it is the trunk."""
+        return self.blocks[0]
+
+    @property
+    def frugal(self) -> bool:
+        """No gradient needs the input of a layer, so that most of a block can be computed again from little."""
+        return self.method == "tinytl" or not self.shares
+
+    def share(self, block: int, tensor: str) -> float:
+        """Of the input channels of this weight, how much is trained: 0 = frozen. LoRA's adapters see all of them."""
+        return self.shares.get((block, tensor), 0.0)
+
+    def biased(self, block: int, tensor: str) -> bool:
+        return (block, tensor) in self.biases
+
+    def normed(self, block: int) -> bool:
+        return block in self.norms
+
+    def turn(self, step: int, seed: int) -> tuple[int, ...]:
+        """The blocks that this step trains: all, or neighbours, every group once before any comes again.
+
+        Neighbours, and not any blocks: gradients then pass only through those above the lowest of them.
+        """
+        if not self.cycle_blocks:
+            return self.blocks
+        groups = range(0, len(self.blocks), self.cycle_blocks)
+        round_, place = divmod(step // self.cycle_steps, len(groups))
+        start = groups[int(np.random.default_rng([seed, round_]).permutation(len(groups))[place])]
+        return self.blocks[start : start + self.cycle_blocks]
+
+    def only(self, blocks: tuple[int, ...]) -> Scheme:
+        """The scheme of these blocks alone."""
+        return replace(
+            self,
+            shares={key: share for key, share in self.shares.items() if key[0] in blocks},
+            biases=frozenset(key for key in self.biases if key[0] in blocks),
+            norms=self.norms & set(blocks),
+            cycle_blocks=0,
+        )
+
+
+def channel_count(share: float, inputs: int) -> int:
+    """Input channels that are trained: whole groups of 32, as packed weights have, where any fit."""
+    if share >= 1:
+        return inputs
+    count = max(1, round(share * inputs))
+    return min(inputs, (count + 16) // 32 * 32) or count
+
+
+def parse_blocks(spec: Any, depth: int) -> tuple[int, ...]:
+    """Block numbers, from any of the ways to write them."""
+    if isinstance(spec, bool) or spec is None:
+        raise ConfigError(f"`update.blocks` cannot be {spec!r}", BLOCKS_HINT)
+    if spec == "auto":  # not found yet: what they will cost is at most what these do
+        spec = UpdateConfig().blocks
+    if isinstance(spec, (list, tuple)):
+        chosen = {number for item in spec for number in _one(item, depth, single=True)}
+    else:
+        chosen = set(_one(spec, depth, single=False))
+    if not chosen:
+        raise ConfigError("`update.blocks` chooses no block", BLOCKS_HINT)
+    return tuple(sorted(chosen))
+
+
+def _one(item: Any, depth: int, single: bool) -> range:
+    text = str(item).strip()
+    if len(text) > 40:  # no number may have thousands of digits
+        raise ConfigError(f"`update.blocks` cannot be {text[:40]!r}…", BLOCKS_HINT)
+    if text == "all":
+        return range(depth)
+    if match := re.fullmatch(r"(?:last\s+)?(\d+)", text):
+        number = int(match[1])
+        if single and not text.startswith("last"):
+            first, last = number, number
+        else:  # a plain number counts from the top
+            if not 1 <= number <= depth:
+                raise ConfigError(f"`update.blocks` asks for the top {number} of {depth} blocks", BLOCKS_HINT)
+            first, last = depth - number, depth - 1
+    elif match := re.fullmatch(r"(\d+)\s*-\s*(\d+)", text):
+        first, last = int(match[1]), int(match[2])
+    elif match := re.fullmatch(r"(\d+(?:\.\d+)?)%\s*-\s*(\d+(?:\.\d+)?)%", text):
+        low, high = float(match[1]) / 100, float(match[2]) / 100
+        if not 0 <= low < high <= 1:
+            raise ConfigError(f"`update.blocks` cannot be {text!r}: shares rise from 0% to 100%", BLOCKS_HINT)
+        first = min(round(low * depth), depth - 1)
+        last = max(first, round(high * depth) - 1)
+    else:
+        raise ConfigError(f"`update.blocks` cannot be {item!r}", BLOCKS_HINT)
+    if first > last or last >= depth:
+        raise ConfigError(f"`update.blocks` is {text!r}, and the model has blocks 0 to {depth - 1}", BLOCKS_HINT)
+    return range(first, last + 1)
+
+
+def make(update: UpdateConfig, depth: int, arch: str) -> Scheme:
+    """The scheme that a recipe means for a model of this depth and architecture."""
+    parts = update.parts or [PartConfig(update.blocks, update.tensors, update.channels, update.biases, update.norms)]
+    shares: dict[tuple[int, str], float] = {}
+    biases: set[tuple[int, str]] = set()
+    norms: set[int] = set()
+    for part in parts:
+        able = [tensor for tensor in part.tensors if tensor in BIASES[arch]]
+        if part.biases and not able:
+            raise ConfigError(
+                f"llama.cpp reads no biases for these tensors of a `{arch}` model "
+                f"(it reads: {', '.join(BIASES[arch]) or 'none'})",
+                "use `--set update.biases=false`, and `--set update.weights=true` or `--set update.norms=true`",
+            )
+        for block in parse_blocks(part.blocks, depth):
+            for tensor in part.tensors:
+                shares[block, tensor] = part.channels if update.weights else 0.0
+                biases.discard((block, tensor))
+            biases |= {(block, tensor) for tensor in able if part.biases}
+            norms |= {block} if part.norms else set()
+    scheme = Scheme(
+        method=update.method,
+        shares={(b, t): shares[b, t] for b, t in sorted(shares, key=_place) if shares[b, t]},
+        biases=frozenset(biases),
+        norms=frozenset(norms),
+        choose=update.choose,
+        rank=update.rank,
+        alpha=update.alpha,
+        rounding=update.rounding,
+        cycle_blocks=update.cycle_blocks,
+        cycle_steps=update.cycle_steps,
+    )
+    if not scheme.blocks:
+        raise ConfigError("the recipe updates nothing", "turn on update.weights, update.biases or update.norms")
+    if scheme.method != "sparse":
+        if not scheme.shares:
+            raise ConfigError(f"`update.method: {scheme.method}` needs update.weights and update.tensors")
+        if min(scheme.shares.values()) < 1:
+            raise ConfigError(
+                f"`update.method: {scheme.method}` trains all input channels of a tensor",
+                "use `--set update.channels=1`, or `--set update.method=sparse`",
+            )
+    if scheme.cycle_blocks > len(scheme.blocks):
+        raise ConfigError(
+            f"`update.cycle_blocks` is {scheme.cycle_blocks}, and the recipe trains {len(scheme.blocks)} blocks",
+            "take fewer at a time, or 0 for all of them",
+        )
+    return scheme
+
+
+def _place(key: tuple[int, str]) -> tuple[int, int]:
+    return key[0], list(LINEARS).index(key[1])
+
+
+def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
+    """Puts the scheme into the stack; returns what is trained, by its name in transformers' model."""
+    import torch
+    from torch import nn
+
+    from edgeft.engine.stack import set_submodule
+
+    for parameter in stack.model.parameters():
+        parameter.requires_grad_(False)
+    for number in scheme.blocks:
+        block = stack.layers[number]
+        for tensor, (path, _) in LINEARS.items():
+            module: Any = block.get_submodule(path)
+            if scheme.share(number, tensor) and scheme.method != "lora":
+                module = _trainable(module, scheme, scheme.share(number, tensor), seed, f"layers.{number}.{path}")
+                set_submodule(block, path, module)
+            if scheme.biased(number, tensor):
+                start = (
+                    torch.zeros(module.out_features) if module.bias is None else module.bias.detach().float().clone()
+                )
+                module.bias = nn.Parameter(start)
+        if scheme.normed(number):
+            for name in NORMS:
+                try:
+                    norm: Any = block.get_submodule(name)
+                except AttributeError:
+                    continue
+                norm.weight = nn.Parameter(norm.weight.detach().float().clone())
+    if scheme.method == "lora":
+        _inject_lora(stack, scheme, seed)
+    return {name: p for name, p in stack.model.named_parameters() if p.requires_grad}
+
+
+def _trainable(module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
+    """A layer to take a frozen one's place."""
+    from torch import nn
+
+    from edgeft.engine.stack import weight_of
+    from edgeft.methods import layers
+
+    if scheme.method == "tinytl":
+        return layers.LiteLinear(module, scheme.rank, scheme.alpha / scheme.rank, seed, name)
+    if scheme.method == "qas":
+        return layers.Int8Linear(module, exact=scheme.rounding == "none")
+    if share < 1:
+        count = channel_count(share, module.in_features)
+        return layers.SlicedLinear(module, layers.first_choice(module, count, scheme.choose))
+    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight_of(module))
+    linear.bias = module.bias
+    return linear
+
+
+def stored(stack: Stack, parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds, by name: all that training changes, and which channels it was decided to train."""
+    kept = {
+        name: value
+        for name, value in stack.model.named_buffers()
+        if name.rpartition(".")[2] in ("columns", "codes", "scales")
+    }
+    layers = int8(stack)
+    return {**{name: p for name, p in parameters.items() if name not in layers}, **kept}
+
+
+def int8(stack: Stack) -> dict[str, Any]:
+    """The layers whose weights are trained as int8, by the names of the parameters that stand for these."""
+    from edgeft.methods.layers import Int8Linear
+
+    return {f"{name}.weight": m for name, m in stack.model.named_modules() if isinstance(m, Int8Linear)}
+
+
+def sliced(stack: Stack) -> list[Any]:
+    """The layers of which some channels are trained."""
+    from edgeft.methods.layers import SlicedLinear
+
+    return [module for module in stack.model.modules() if isinstance(module, SlicedLinear)]
+
+
+def _inject_lora(stack: Stack, scheme: Scheme, seed: int) -> None:
+    import torch
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = "|".join(re.escape(f"{block}.{LINEARS[tensor][0]}") for block, tensor in scheme.shares)
+    config = LoraConfig(
+        r=scheme.rank,
+        lora_alpha=scheme.alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=rf"layers\.({names})",
+    )
+    kept = [p for p in stack.model.parameters() if p.requires_grad]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, stack.model)
+    for parameter in kept:  # PEFT freezes everything but its adapters
+        parameter.requires_grad_(True)
+
+
+def updated(stack: Stack, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
+    """What training changed, merged and dense, in transformers' names and row order; one tensor at a time.
+
+    Names: layers.11.self_attn.q_proj.weight, layers.3.mlp.up_proj.bias, layers.3.input_layernorm.weight.
+    """
+    from torch import nn
+
+    from edgeft.engine.stack import weight_of
+
+    for number in scheme.blocks:
+        block = stack.layers[number]
+        for tensor, (path, _) in LINEARS.items():
+            name = f"layers.{number}.{path}"
+            module: Any = block.get_submodule(path)
+            share = scheme.share(number, tensor)
+            if share and scheme.method == "lora":
+                down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
+                base = module.base_layer
+                yield f"{name}.weight", weight_of(base) + module.scaling["default"] * (up @ down).detach()
+                module = base
+            elif share and isinstance(module, nn.Linear):  # trained itself: no copy
+                yield f"{name}.weight", module.weight.detach()
+            elif share:
+                yield f"{name}.weight", weight_of(module)
+            if scheme.biased(number, tensor):
+                yield f"{name}.bias", module.bias.detach()
+        if scheme.normed(number):
+            for norm in NORMS:
+                try:
+                    yield f"layers.{number}.{norm}.weight", block.get_submodule(norm).weight.detach()  # type: ignore[operator]
+                except AttributeError:
+                    continue

@@ -1,0 +1,70 @@
+"""`edgeft finetune`: all stages in order, each in a process of its own; complete ones are skipped."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from edgeft.errors import EdgeftError
+from edgeft.host.files import read_json, write_json
+from edgeft.host.limit import hard_limit
+from edgeft.run.folder import Run
+from edgeft.run.supervise import StageRunner
+
+STAGES = ("prepare", "train", "export", "eval")
+
+
+def complete(run: Run, name: str) -> bool:
+    """A stage that is complete is not done again."""
+    made = {
+        "prepare": (run.tokens,),
+        "train": (run.done,),
+        "export": (run.model, run.exported),
+        "eval": (run.evaluation,),
+    }
+    return all(file.is_file() and (file.suffix != ".json" or read_json(file) is not None) for file in made[name])
+
+
+def finetune(
+    run: Run,
+    until: str,
+    budget_bytes: int = 0,
+    to_stderr: bool = False,
+    fit: bool = False,
+    enforce: bool = False,
+) -> dict[str, Any]:
+    """Every stage up to `until`; what comes out stands in the run folder, and is put together here.
+
+    fit: what is learned may shrink to fit the budget; enforce: the system holds the stages to it.
+    """
+    peaks = read_json(run.peaks) or {}
+    with contextlib.ExitStack() as contexts:
+        limit = contexts.enter_context(hard_limit(budget_bytes)) if enforce else None
+        children = contexts.enter_context(StageRunner(run, budget_bytes, to_stderr, fit, limit))
+        for name in STAGES[: STAGES.index(until) + 1]:
+            if complete(run, name):
+                continue
+            if name == "train" and Run.open(run.path).recipe.update.needs_search:
+                peaks["search"] = children.do("search")  # what it found stands in the run's recipe
+                write_json(run.peaks, peaks)
+            try:
+                peaks[name] = children.do(name)
+            except EdgeftError:
+                if name == "prepare":
+                    run.discard_if_empty()  # a mistake in the call leaves no folder behind
+                raise
+            write_json(run.peaks, peaks)
+    if until == STAGES[-1] and not run.recipe.how.keep_data:
+        run.drop_data()
+    wanted = STAGES[: STAGES.index(until) + 1]
+    result: dict[str, Any] = {"run": str(run.path)}
+    if "train" in wanted:
+        result |= read_json(run.done) or {}
+    result["peaks"] = {name: peaks[name] for name in peaks if name in (*wanted, "search")}
+    if limit is not None:
+        result["limit"] = {"bytes": limit.bytes, "by": limit.kind}
+    if "export" in wanted:
+        result["export"] = read_json(run.exported)
+    if "eval" in wanted:
+        result["eval"] = read_json(run.evaluation)
+    return result

@@ -1,0 +1,52 @@
+"""What a run will still write."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgeft import plan
+from edgeft.formats.gguf import GGUF
+from edgeft.formats.source import is_gguf
+from edgeft.host.disk import Need, _size
+from edgeft.run.folder import Run
+
+if TYPE_CHECKING:
+    from edgeft.methods.scheme import Scheme
+    from edgeft.plan import Shape
+
+
+def needs(run: Run, shape: Shape, scheme: Scheme, source: str) -> list[Need]:
+    """All but the trunk cache, which is known only when the rows are."""
+    how, trained = run.recipe.how, plan.trained_parameters(shape, scheme)
+    found: list[Need] = []
+    if not run.tokens.is_file():
+        rows = Path(run.recipe.data.path) if run.recipe.data.path else None
+        if rows is not None and os.path.isfile(rows):  # of a folder, nobody knows yet which files are rows
+            found.append((run.path, "tokens", 2 * _size(rows)))  # ids, and the rows' own text
+    if not run.done.is_file():
+        each = int(trained * (4 + plan.STATE_BYTES[how.optimizer_state]))  # weights and AdamW's two moments
+        # one more than is kept: the oldest goes when the newest is there
+        found.append((run.path, "checkpoints", max(0, (how.keep_checkpoints + 1) * each - _size(run.checkpoints))))
+        found.append((run.path, "best weights", max(0, 2 * 4 * trained - _size(run.best))))
+    if not (run.exported.is_file() and run.model.is_file()):
+        found.append((run.path, "exported model", exported_bytes(source, shape, scheme, run.recipe.export.type)))
+    return found
+
+
+def exported_bytes(source: str, shape: Shape, scheme: Scheme, type_name: str) -> int:
+    if not is_gguf(source):  # fp16, and the base converted first
+        return 2 * 2 * (shape.depth * shape.block_parameters + 2 * shape.vocabulary * shape.width)
+    from edgeft.arch.header import LINEARS
+    from edgeft.formats import ggml
+    from edgeft.formats.types import check_type, chosen_type
+
+    check_type(type_name)
+    base = GGUF.open(source)
+    total = base.path.stat().st_size
+    for block, tensor in scheme.shares:
+        info = base.tensors[f"blk.{block}.{LINEARS[tensor][1]}.weight"]
+        cols, rows = info.shape
+        total += rows * ggml.row_bytes(chosen_type(info, type_name), cols) - info.nbytes
+    return total

@@ -1,0 +1,69 @@
+"""Floating-point work that a scheme needs, counted: what a perfect engine would do and no more.
+
+Products only, a multiply and an add as two; norms, gates and the optimiser are left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgeft.methods.scheme import channel_count
+
+if TYPE_CHECKING:
+    from edgeft.methods.scheme import Scheme
+    from edgeft.plan import Shape
+
+# What a search looks at, in tokens of the forest: about a minute for a model of 135 M parameters on two cores
+SAMPLE_TOKENS, HELDOUT_TOKENS = 6144, 3072
+PART_TOKENS = 384  # of one pass: a trial from a low cut keeps activations of all blocks above it
+WARM_STEPS = 16  # of biases and norms, before it looks
+STEP_PARTS = 2  # of the sample, that make up a step
+ATTENTION_BACK = 2.5  # products of its backward pass over those of the forward pass: five against two
+
+
+def step_flops(
+    shape: Shape, scheme: Scheme, tokens: int, pairs: int, asked: int, asked_pairs: int, targets: int, back: bool = True
+) -> float:
+    """Blocks from the cut on, forward and backward. asked: tokens at which something is predicted."""
+    sizes = {name: rows * cols for name, rows, cols in shape.linears()}
+    everywhere = sizes["k"] + sizes["v"]  # all that the last block computes for every token
+    whole = shape.block_parameters
+    last = 2.0 * (everywhere * tokens + (whole - everywhere) * asked)
+    between = shape.depth - scheme.cut - 1
+    forward = 2.0 * whole * tokens * between + last
+    attention = 4.0 * shape.query * (pairs * between + asked_pairs)
+    head = 2.0 * shape.vocabulary * shape.width * targets
+    if not back:
+        return forward + attention + head
+    below = sizes["q"] + sizes["k"] + sizes["v"]  # the cut's own first layers: nobody below wants their input gradient
+    above = 2.0 * whole * tokens * max(0, between - 1) + last + 2.0 * (whole - below) * tokens
+    updated = 0.0
+    for number in scheme.blocks:
+        for name, outputs, inputs in shape.linears():
+            share = scheme.share(number, name)
+            rows = asked if number == shape.depth - 1 and name not in ("k", "v") else tokens
+            if share and scheme.method == "lora":  # forward, input gradient and weight gradient of both small matrices
+                updated += 6.0 * scheme.rank * (outputs + inputs) * rows
+            elif share and scheme.method == "tinytl":  # A has no gradient
+                updated += scheme.rank * (6.0 * outputs + 4.0 * inputs) * rows
+            elif share:
+                updated += 2.0 * outputs * channel_count(share, inputs) * rows
+    return forward + above + updated + (1 + ATTENTION_BACK) * attention + 2 * head
+
+
+def part_tokens(sample_tokens: int) -> int:
+    """Of one pass over a sample: both of its halves have rows, even if it is small."""
+    return min(PART_TOKENS, max(1, sample_tokens // 4))
+
+
+def search_tokens(train_tokens: int, heldout_tokens: int) -> float:
+    """Tokens whose forward pass through all blocks is as much work as a search without trials."""
+    sample = min(SAMPLE_TOKENS, train_tokens)
+    warm = WARM_STEPS * STEP_PARTS * part_tokens(sample)
+    # warm-up: forward, most of it again, and back; then forward, and block by block again, back, and for weights
+    return 4 * warm + (1 + 4) * sample + min(HELDOUT_TOKENS, heldout_tokens)
+
+
+def search_pays(train_tokens: int, heldout_tokens: int, epochs: float) -> bool:
+    """Is training more work than the search before it?"""
+    return 3 * train_tokens * epochs > search_tokens(train_tokens, heldout_tokens)

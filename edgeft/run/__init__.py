@@ -1,0 +1,1 @@
+"""One run: its folder, its record, its events, and the processes that its stages run in."""

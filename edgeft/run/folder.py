@@ -1,0 +1,195 @@
+"""One run, one folder: its recipe, tokens, trunk cache, checkpoints, metrics, report and exported model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from edgeft import config
+from edgeft.errors import ConfigError, RunError
+from edgeft.host.files import _LEFT, atomic_write, read_json, remove_tree, sweep, wrap_os_errors, write_json
+
+LOCK_WAIT_S = 1.0  # a process that was killed a moment ago may still be on its way out
+
+
+def _is_left(file: Path) -> bool:
+    """By a start that was killed before there was a run."""
+    return file.name == "lock" or _LEFT.fullmatch(file.name) is not None
+
+
+class Run:
+    """A run folder and the names of what lies in it."""
+
+    def __init__(self, path: Path, recipe: config.Recipe) -> None:
+        self.path, self.recipe = path, recipe
+        self.recipe_file = path / "recipe.yaml"
+        self.tokens = path / "tokens.npz"
+        self.trunk = path / "trunk"  # with how.trunk_place=run, or where the shared cache cannot be used
+        self.checkpoints = path / "checkpoints"
+        self.best = path / "best.safetensors"
+        self.metrics = path / "metrics.jsonl"
+        self.done = path / "done.json"
+        self.plan = path / "plan.json"
+        self.searched = path / "search.json"  # with update.blocks=auto
+        self.exported = path / "export.json"
+        self.evaluation = path / "eval.json"
+        self.peaks = path / "peaks.json"  # bytes, by stage
+        self.model = path / "model.gguf"
+        self._lock: IO[str] | None = None
+
+    @staticmethod
+    def open(path: str | Path) -> Run:
+        """A run that is there already."""
+        path = Path(path)
+        file = path / "recipe.yaml"
+        if not file.is_file():
+            raise RunError(f"{path} is no run folder (it holds no recipe.yaml)", "`edgeft runs` lists the runs")
+        return Run(path, config.build(config.Recipe, config.read_yaml(file)))
+
+    @staticmethod
+    def start(path: Path, recipe: config.Recipe, resume: bool) -> Run:
+        """A new run, or with `resume` the one that is there, if it learns the same thing."""
+        run = Run(path, recipe)
+        if run.recipe_file.exists():
+            if not resume:
+                raise RunError(f"{path} holds a run already", "go on with --resume, or name another folder with --out")
+            earlier = Run.open(path).recipe
+            if recipe.update.needs_search and earlier.update.blocks == "auto":
+                recipe.update = earlier.update  # with what the run has found out
+            before, now = config.learning_identity(earlier), config.learning_identity(recipe)
+            changed = [
+                f"{part}.{key} {before[part].get(key)!r} → {value!r}"
+                for part in now
+                for key, value in now[part].items()
+                if before[part].get(key) != value
+            ]
+            if changed:
+                raise RunError(
+                    f"{path} was made with another recipe: {'; '.join(changed[:3])}",
+                    "resume with the same settings, or name another folder with --out",
+                )
+        elif path.exists() and (not path.is_dir() or any(not _is_left(file) for file in path.iterdir())):
+            raise RunError(f"{path} is there already and is no run folder", "name another folder with --out")
+        elif resume:
+            raise RunError(f"there is no run in {path} to resume", "leave out --resume to start one")
+        with wrap_os_errors(path):
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.chmod(0o700)  # it holds the user's data
+        run.lock()
+        for folder in (path, run.checkpoints, run.trunk):
+            sweep(folder, locked=True)
+        run.write_recipe()
+        return run
+
+    def write_recipe(self) -> None:
+        with atomic_write(self.recipe_file) as file:
+            file.write(config.dump(self.recipe).encode())
+
+    def lock(self) -> None:
+        """Held until this process ends, however it ends."""
+        import fcntl
+
+        with wrap_os_errors(self.path / "lock"):
+            self._lock = (self.path / "lock").open("w")
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise RunError(
+                        f"{self.path} is in use by another process", "wait for it, or stop it first"
+                    ) from None
+            time.sleep(0.05)
+
+    def lock_handle(self) -> int | None:
+        """For a stage's own process, which holds the same lock until it ends."""
+        return None if self._lock is None else self._lock.fileno()
+
+    def discard_if_empty(self) -> None:
+        """Takes away a folder in which nothing has been made yet."""
+        if self.tokens.exists():
+            return
+        if self._lock is not None:
+            self._lock.close()
+        made = (self.plan, self.metrics, self.recipe_file, self.path / "lock")
+        with contextlib.suppress(OSError):  # the disk is read-only
+            if not {path.name for path in self.path.iterdir()} - {file.name for file in made}:
+                for file in made:
+                    file.unlink(missing_ok=True)
+                self.path.rmdir()
+
+    def drop_data(self) -> None:
+        """Takes away the rows' tokens and what was computed from them; what was learned stays."""
+        from edgeft.host import cache
+
+        with wrap_os_errors(self.path):
+            self.tokens.unlink(missing_ok=True)
+            remove_tree(self.trunk)
+            cache.forget(self.path)
+
+    @staticmethod
+    def check_removable(path: Path) -> None:
+        """RunError where `remove` must not do anything; a damaged recipe is no reason."""
+        if path.is_symlink():
+            raise RunError(f"{path} is a link", "name the folder itself")
+        if not (path / "recipe.yaml").is_file() or not (path / "lock").is_file():
+            raise RunError(f"{path} is no run folder (it holds no recipe.yaml or no lock)", "`edgeft runs` lists them")
+        if Path.cwd().is_relative_to(path.resolve()):
+            raise RunError(f"{path} is the folder that you are in", "leave it first")
+
+    @staticmethod
+    def remove(path: Path) -> int:
+        """Takes away a whole run, with what it alone uses in the shared cache; bytes freed. No link is followed."""
+        from edgeft.host import cache
+
+        Run.check_removable(path)
+        run = Run(path, config.Recipe())
+        run.lock()
+        size = sum(file.lstat().st_size for file in path.rglob("*"))
+        with wrap_os_errors(path, "`ls -l` shows who may"):
+            freed = cache.forget(path)
+            for item in path.iterdir():
+                if item.name not in ("recipe.yaml", "lock"):  # last: without them it would be no run any more
+                    remove_tree(item)
+            remove_tree(path)
+        return size + freed
+
+    def log(self, **values: Any) -> None:
+        """One line of metrics.jsonl."""
+        line = json.dumps({"time": round(time.time(), 3), **values}) + "\n"
+        with wrap_os_errors(self.metrics), self.metrics.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else "\n" + line  # the one before was cut off
+            file.write(line.encode())
+
+    def read_json(self, path: Path) -> dict[str, Any] | None:
+        return read_json(path)
+
+    def write_json(self, path: Path, values: dict[str, Any]) -> None:
+        write_json(path, values)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl holds; a last line cut off by a crash is left out."""
+        found = []
+        with contextlib.suppress(OSError):
+            for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, RecursionError):
+                    event = json.loads(line)
+                    found += [event] if isinstance(event, dict) else []
+        return found
+
+
+def runs(folder: Path) -> list[Run]:
+    """The runs below a folder, newest last."""
+    found = []
+    for file in sorted(folder.glob("*/recipe.yaml"), key=lambda f: f.stat().st_mtime):
+        with contextlib.suppress(RunError, ConfigError):
+            found.append(Run.open(file.parent))
+    return found

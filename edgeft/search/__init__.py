@@ -1,0 +1,1 @@
+"""What to update, found from the rows: contributions, costs, evolution."""

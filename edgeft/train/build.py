@@ -1,0 +1,70 @@
+"""The stack of a recipe: untrained, or with the run's best checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from edgeft.config import Recipe
+from edgeft.errors import RunError
+from edgeft.formats.source import model_source as model_source
+from edgeft.host import device
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
+
+if TYPE_CHECKING:
+    from edgeft.engine.choose import Engine
+    from edgeft.engine.stack import Stack
+    from edgeft.methods.scheme import Scheme
+
+
+def use_threads(asked: int) -> int:
+    """Compute threads: as asked, but never more than there are cores here (a profile may be of a larger machine)."""
+    import torch
+
+    cores = device.cores()
+    threads = min(asked or cores, cores)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def load_stack(recipe: Recipe, engine: Engine | None = None) -> Stack:
+    """The model, all of it frozen."""
+    from edgeft.engine import page_release
+    from edgeft.engine.load_gguf import load
+
+    page_release.enable(recipe.how.spare_memory)
+    use_threads(recipe.how.threads)
+    kernels = engine.kernels if engine else None
+    lean = kernels is not None and recipe.update.method != "lora"  # PEFT needs transformers anyway
+    stack = load(model_source(recipe.model.path), recipe.model.frozen, lean)
+    if engine:
+        stack.kernels = stack.head.kernels = kernels
+        stack.half = engine.half
+    return stack
+
+
+def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, dict[str, Any]]:
+    """The model with the recipe's scheme in it, untrained: (stack, scheme, trained parameters by name)."""
+    from edgeft.methods import scheme
+
+    stack = load_stack(recipe, engine)
+    chosen = scheme.make(recipe.update, stack.depth, stack.arch)
+    return stack, chosen, scheme.apply(stack, chosen, recipe.train.seed)
+
+
+def trained_stack(
+    run: Run, progress: Progress = Progress(), engine: Engine | None = None, spare_memory: bool = False
+) -> tuple[Stack, Scheme, dict[str, Any]]:
+    """The run's model with its best checkpoint loaded."""
+    from edgeft.methods import scheme as schemes
+    from edgeft.train.loop import load_trained
+
+    if not run.best.is_file():
+        raise RunError(
+            f"{run.path} has no trained weights yet", f"go on with `edgeft finetune --resume --out {run.path}`"
+        )
+    how = replace(run.recipe.how, spare_memory=spare_memory)
+    stack, scheme, parameters = build(replace(run.recipe, how=how), engine)
+    load_trained(schemes.stored(stack, parameters), run, progress)
+    return stack, scheme, parameters

@@ -1,0 +1,81 @@
+"""The import rule of the package: layers point one way, inside functions too, and no module is in a cycle."""
+
+from __future__ import annotations
+
+import ast
+from functools import lru_cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "edgeft"
+
+# A room imports only from rooms above it in this list.
+LAYERS = (
+    *("errors", "config", "host", "run", "formats", "data", "arch", "engine", "methods", "plan"),
+    *("train", "search", "evaluate", "export", "report", "ui", "pipeline", "cli"),
+)
+FREE = ("__init__", "__main__", "demo")  # the package itself, and the embedded rows
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@lru_cache(maxsize=1)
+def imports() -> dict[str, set[str]]:
+    """Modules of the package, and those that each imports anywhere in its code; those for types alone do not count."""
+    files = {module_of(file): file for file in PACKAGE.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for module, file in files.items():
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        typing_only = {
+            node
+            for block in ast.walk(tree)
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+            for node in ast.walk(block)
+        }
+        names = set()
+        for node in ast.walk(tree):
+            if node in typing_only:
+                continue
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "edgeft":
+                every = [f"{node.module}.{alias.name}" for alias in node.names]
+                names |= {name if name in files else node.module for name in every}
+            elif isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names if alias.name in files}
+        found[module] = names - {module}
+    return found
+
+
+def room(module: str) -> str:
+    return [*module.split("."), "__init__"][1]
+
+
+def test_every_room_has_its_place() -> None:
+    assert {room(module) for module in imports()} <= {*LAYERS, *FREE}
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{module} → {target}"
+        for module, targets in sorted(imports().items())
+        for target in sorted(targets)
+        if {room(module), room(target)} <= set(LAYERS) and LAYERS.index(room(target)) > LAYERS.index(room(module))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph, done, cycles = imports(), set[str](), []
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        if module in path:
+            cycles.append(" → ".join((*path[path.index(module) :], module)))
+        elif module not in done:
+            for target in sorted(graph.get(module, ())):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+    assert not cycles, "\n".join(cycles)
