@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from edgeft import __version__, config
-from edgeft.errors import ConfigError, EdgeftError
+from edgeft.errors import ConfigError, ConfigWarning, EdgeftError
 from edgeft.formats.source import model_source
 from edgeft.host import offline
 from edgeft.host.profile import load_device, resolve
@@ -63,9 +64,20 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on std
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Errors for people, with their exit codes."""
+    """Errors and warnings for people, with their exit codes."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", ConfigWarning)
+            show_other = warnings.showwarning
+
+            def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+                if issubclass(category, ConfigWarning):
+                    err.print(f"[bold yellow]warning:[/] {_plain(str(message))}", soft_wrap=True)
+                else:
+                    show_other(message, category, *where, **more)
+
+            warnings.showwarning = show
+            yield
     except EdgeftError as error:
         err.print(f"[bold red]error:[/] {_plain(error.message)}", soft_wrap=True)
         if error.hint:
@@ -179,9 +191,7 @@ def _resolve(
     """Recipe, then the device's how, then the options; a resumed run starts from what it was made with, its base."""
     profile = load_device(device or "auto")
     if resume is not None and (resume / "recipe.yaml").is_file():
-        from edgeft.run.folder import Run
-
-        base = Run.open(resume).recipe
+        base = config.load_recipe(str(resume / "recipe.yaml"))
     if base is not None:
         chosen = base
         if recipe is not None:

@@ -23,6 +23,10 @@ class ConfigError(EdgeftError):
     exit_code = 2
 
 
+class ConfigWarning(UserWarning):
+    """A key that is accepted for this version, and ignored."""
+
+
 class DoesNotFitError(EdgeftError):
     """The job needs more memory than it may use."""
 

@@ -31,6 +31,7 @@ CASES: list[Case] = [
     ("wrong type", lambda t, m: ["--set", "train.epochs=many"], 2, "`train.epochs` must be a number"),
     ("impossible value", lambda t, m: ["--set", "train.lr=-1"], 2, "`train.lr` is -1"),
     ("impossible blocks", lambda t, m: ["--set", "update.blocks=40-50", "--until", "train"], 2, "blocks 0 to 29"),
+    ("value that is gone", lambda t, m: ["--set", "how.prune=false"], 2, "`how.prune` can no longer be False"),
     ("no key=value", lambda t, m: ["--set", "train.lr"], 2, "is not key=value"),
     ("unknown stage", lambda t, m: ["--until", "lunch"], 2, "known: prepare"),
     ("recipe file missing", lambda t, m: ["--recipe", str(t / "my.yaml")], 2, "there is no recipe file"),
@@ -109,6 +110,16 @@ def test_one_line_a_hint_and_a_code(
     left = {p for p in tmp_path.rglob("*") if p.is_file()} - before
     assert not {p.name for p in left} & {"tokens.npz", "best.safetensors", "model.gguf", "done.json"}
     assert not [p for p in left if p.suffix in (".tmp", ".part")]
+
+
+def test_a_removed_key_is_one_warning_on_stderr(tmp_path: Path) -> None:
+    options = ["--set", "how.prune=true", "--set", "how.prune=true", "--data", str(tmp_path / "none.jsonl")]
+    result = runner.invoke(app, ["finetune", "--out", str(tmp_path / "run"), *options])
+    lines = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert lines == [
+        "warning: `how.prune` is ignored, it is no longer a knob: gradients that nothing uses are never computed"
+    ]
+    assert result.exit_code == 4
 
 
 def test_a_typo_leaves_no_folder_behind(tmp_path: Path) -> None:

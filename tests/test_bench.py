@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import bench
+import bench_figures as figures
+import bench_meter as meter
+import bench_peers as peers
 import pytest
-
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-bench, figures = import_module("bench"), import_module("bench_figures")
-meter, peers = import_module("bench_meter"), import_module("bench_peers")
-BenchError = figures.BenchError
+from bench_figures import BenchError
 
 FIELDS = (
     "name", "seconds", "seconds_to_reference", "peak_bytes", "heldout_loss", "f1", "exact_match", "share_of_gemm",
@@ -162,7 +159,7 @@ def test_memory_is_that_of_the_whole_tree() -> None:
 
 
 def run_bench(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "bench.py"), *map(str, args)]
+    command = [sys.executable, bench.__file__, *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from edgeft import config
 from edgeft.config import Device, ExecutionConfig, Recipe, apply_sets, build, load_recipe
-from edgeft.errors import ConfigError
+from edgeft.errors import ConfigError, ConfigWarning
 from edgeft.host.profile import load_device, resolve
+from edgeft.run.folder import Run
 
 RECIPES = ["bias-norm", "cycle", "full", "lora", "qas-int8", "qlora", "sparse-bp", "sparse-rule", "tinytl"]
 DEVICES = ["jetson-orin-nano", "laptop-16gb", "laptop-8gb", "mac-m-series", "rpi4", "rpi5", "rpi5-16gb"]
@@ -251,6 +253,35 @@ def test_later_set_wins_and_nothing_else_changes() -> None:
     assert dataclasses.asdict(before) == kept  # the recipe given is left alone
     after.train.lr, after.train.epochs = before.train.lr, before.train.epochs
     assert after == before
+
+
+# ---------------------------------------------------------------- keys of earlier versions
+
+
+REMOVED = [("how.prune", False), ("how.supervised_only", False), ("update.qas", False)]
+
+
+@pytest.mark.parametrize(("key", "refused_value"), REMOVED)
+def test_removed_key_is_ignored_with_a_warning(tmp_path: Path, key: str, refused_value: bool) -> None:
+    section, name = key.split(".")
+    path = tmp_path / "own.yaml"
+    path.write_text(f"{section}: {{{name}: {str(not refused_value).lower()}}}", encoding="utf-8")
+    with pytest.warns(ConfigWarning, match=f"`{key}` is ignored"):
+        assert load_recipe(str(path)) == dataclasses.replace(Recipe(), name="own")
+    with pytest.warns(ConfigWarning, match=f"`{key}` is ignored"):
+        assert apply_sets(Recipe(), [f"{key}={not refused_value}"]) == Recipe()
+
+
+@pytest.mark.parametrize(("key", "refused_value"), [*REMOVED, ("update.rounding", "none")])
+def test_removed_value_is_refused_but_an_old_run_still_opens(tmp_path: Path, key: str, refused_value: Any) -> None:
+    section, name = key.split(".")
+    (tmp_path / "recipe.yaml").write_text(yaml.dump({section: {name: refused_value}}), encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        load_recipe(str(tmp_path / "recipe.yaml"))
+    refused(error, f"`{key}` can no longer be {refused_value!r}", f"leave out `{key}`")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Run.open(tmp_path).recipe == Recipe()
 
 
 # ---------------------------------------------------------------- what is shipped

@@ -12,11 +12,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import short_run
 import torch
 
 from edgeft import config, plan
@@ -33,9 +33,7 @@ from edgeft.train import build, checkpoint, loop, trunk
 from tests.conftest import Edgeft, small_rows
 from tests.test_plan import row
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-short_run = import_module("short_run")
+HARNESS = Path(__file__).parent / "harness"
 
 # few and small tensors above a high cut: a step takes a fraction of a second
 QUICK = [
@@ -416,9 +414,9 @@ def test_what_a_run_will_write(data: Path, tmp_path: Path) -> None:
 
 def script(name: str, *args: str) -> str:
     """The last line of what it prints."""
-    env = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+    env = {**os.environ, "PYTHONPATH": str(HARNESS.parents[1])}
     result = subprocess.run(
-        [sys.executable, str(SCRIPTS / name), *args], capture_output=True, text=True, timeout=600, env=env
+        [sys.executable, str(HARNESS / name), *args], capture_output=True, text=True, timeout=600, env=env
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout.splitlines()[-1]

@@ -31,7 +31,7 @@ from edgeft.formats.gguf import ARRAY, GGUF, STRING, encode_record, encode_strin
 from edgeft.formats.tokenizer import GgufTokenizer, render
 from edgeft.host import profile, sandbox
 
-FUZZ = Path(__file__).parent.parent / "scripts" / "fuzz.py"
+FUZZ = Path(__file__).parent / "harness" / "fuzz.py"
 BOUND_S = 20.0  # by the clock, on a busy machine; each takes less than two seconds on an idle one
 
 
@@ -360,7 +360,7 @@ def test_a_template_opens_no_file_and_starts_no_program() -> None:
         "    except OSError as e: done.append('refused')\n"
         "print(done)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=FUZZ.parent.parent)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=FUZZ.parents[2])
     assert found.stdout.strip() == "['refused', 'refused', 'refused']", found.stderr
 
 
@@ -671,7 +671,7 @@ def test_tokens_that_unpack_to_more_than_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mutated_inputs_for_twenty_seconds(tmp_path: Path) -> None:
-    """scripts/fuzz.py with another seed every day: what it finds is printed with its number."""
+    """tests/harness/fuzz.py with another seed every day: what it finds is printed with its number."""
     seed = int(time.time() // 86400)
     said = fuzz(FUZZ, "--inputs", 10**6, "--seconds", 20, "--seed", seed, "--save", tmp_path / "found")
     assert said.returncode == 0, f"seed {seed}\n{said.stdout}{said.stderr}"
@@ -682,7 +682,7 @@ def test_mutated_inputs_for_twenty_seconds(tmp_path: Path) -> None:
 
 def fuzz(script: Path, *args: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(script), *map(str, args)]
-    path = {"PYTHONPATH": str(FUZZ.parent.parent)}
+    path = {"PYTHONPATH": str(FUZZ.parents[2])}
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **path})
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import limits
+import make_model
 import numpy as np
 import pytest
 import torch
@@ -32,10 +34,6 @@ from edgeft.host.limit import can_make_group
 from edgeft.methods import scheme
 from edgeft.run.folder import Run
 from edgeft.train import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import limits
-import make_model
 
 TEXT = "Every linear layer keeps its packed weights in the mapped file, and nothing else."
 

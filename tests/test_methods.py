@@ -6,15 +6,14 @@ Gradients are held to plain autograd through transformers' own models, in both e
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import short_run
 import torch
 
 from edgeft import config
@@ -45,10 +44,6 @@ from edgeft.train.loop import CHOOSING_ROWS
 from tests.conftest import small_rows
 from tests.test_hf import reference
 from tests.test_tree import ROWS
-
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-short_run = import_module("short_run")
 
 IDS = [1, 93, 198, 156, 28, 38, 159, 46, 47, 2, 198, 104, 52, 20, 253, 245, 100, 190, 17, 33]
 SHAPE: dict[str, Any] = {

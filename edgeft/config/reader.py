@@ -8,13 +8,33 @@ import math
 import reprlib
 import types
 import typing
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from edgeft.config.schema import Recipe
-from edgeft.errors import ConfigError
+from edgeft.errors import ConfigError, ConfigWarning
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A key, or one value of a key, that earlier versions knew."""
+
+    refused: Any  # this value asks for something that is gone
+    now: str  # what always happens now
+    key_stays: bool = False
+
+
+# Accepted and ignored with a warning for this version.
+REMOVED = {
+    "how.prune": Removed(False, "gradients that nothing uses are never computed"),
+    "how.supervised_only": Removed(False, "the head and the last block run at trained positions only"),
+    "update.qas": Removed(False, "int8 weights are always updated with quantisation-aware scaling"),
+    "update.rounding": Removed("none", "int8 weights are always rounded; `method: sparse` trains float32", True),
+}
 
 MAX_YAML_BYTES = 256 << 10  # read in some seconds even on a slow board
 
@@ -83,26 +103,43 @@ def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
     return value
 
 
-def build(cls: type[Any], values: Any, where: str = "", base: Any = None) -> Any:
-    """A dataclass from nested dictionaries, over `base` (or the defaults), refusing what it does not know."""
+def build(cls: type[Any], values: Any, where: str = "", base: Any = None, recorded: bool = False) -> Any:
+    """A dataclass from nested dictionaries, over `base` (or the defaults); unknown keys are refused.
+
+    recorded: the values are those of an earlier run; removed keys are dropped without a warning.
+    """
     if not isinstance(values, dict):
         raise ConfigError(f"`{where or cls.__name__.lower()}` must be a table of keys, not {_shown(values)}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    result = cls() if base is None else dataclasses.replace(base)
+    start = cls() if base is None else base
+    made: dict[str, Any] = {}
     for name, value in values.items():
+        key = f"{where}.{name}" if where else name
+        if isinstance(key, str) and _is_removed(key, value, recorded):
+            continue
         if name not in fields:
             word = name[:80] if isinstance(name, str) else _shown(name)
             raise ConfigError(
                 f"unknown key `{where}.{word}`" if where else f"unknown key `{word}`", _suggest(word, list(fields))
             )
-        key = f"{where}.{name}" if where else name
         if dataclasses.is_dataclass(hints[name]):
-            made = build(typing.cast(type, hints[name]), value, key, getattr(result, name))
+            made[name] = build(typing.cast(type, hints[name]), value, key, getattr(start, name), recorded)
         else:
-            made = _coerce(value, hints[name], key, dict(fields[name].metadata))
-        setattr(result, name, made)
-    return result
+            made[name] = _coerce(value, hints[name], key, dict(fields[name].metadata))
+    return dataclasses.replace(start, **made)
+
+
+def _is_removed(key: str, value: Any, recorded: bool) -> bool:
+    """Whether to ignore the key; ConfigError where its value asks for something that is gone."""
+    removed = REMOVED.get(key)
+    if removed is None or (removed.key_stays and value != removed.refused):
+        return False
+    if not recorded:
+        if value == removed.refused:
+            raise ConfigError(f"`{key}` can no longer be {_shown(value)}: {removed.now}", f"leave out `{key}`")
+        warnings.warn(f"`{key}` is ignored, it is no longer a knob: {removed.now}", ConfigWarning, stacklevel=2)
+    return True
 
 
 class _Loader(yaml.SafeLoader):

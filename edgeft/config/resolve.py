@@ -85,7 +85,7 @@ def apply_sets(recipe: Recipe, sets: list[str]) -> Recipe:
         nested: Any = _set_value(key, text)
         for part in reversed(key.strip().split(".")):
             nested = {part: nested}
-        recipe = typing.cast(Recipe, build(Recipe, nested, base=_copy(recipe)))
+        recipe = typing.cast(Recipe, build(Recipe, nested, base=recipe))
     check_heat(recipe.governor)
     return recipe
 
@@ -103,10 +103,6 @@ def _set_value(key: str, text: str) -> Any:
         # Text that YAML takes for something else: `Answer: yes`, 007, no, 2024-01-01, #5
         return None if text.strip() in ("null", "~") else text
     return value
-
-
-def _copy(recipe: Recipe) -> Recipe:
-    return typing.cast(Recipe, build(Recipe, dataclasses.asdict(recipe)))
 
 
 def use_profile(recipe: Recipe, profile: Device) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from edgeft.data.tokens import Encoded
+from edgeft.data.tokens import Encoded, common_prefix
 
 
 class Forest:
@@ -29,7 +29,7 @@ class Forest:
         path = np.empty(0, np.int32)
         for i in order:
             ids = rows[i].ids
-            self.shared[i] = _common(previous, ids)  # also without sharing: the order of rows must not depend on it
+            self.shared[i] = common_prefix(previous, ids)  # also without sharing: row order must not depend on it
             common = int(self.shared[i]) if share else 0
             fresh = np.arange(count, count + len(ids) - common, dtype=np.int32)
             path = np.concatenate([path[:common], fresh])
@@ -87,13 +87,6 @@ class Forest:
             else:
                 groups.append([i])
         return groups
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common prefix."""
-    size = min(len(a), len(b))
-    differs = np.flatnonzero(a[:size] != b[:size])
-    return int(differs[0]) if len(differs) else size
 
 
 def epoch_order(forest: Forest, rows: Sequence[int], seed: int, epoch: int, grouped: bool) -> list[int]:

@@ -54,12 +54,13 @@ def prompt_ids(encoded: Encoded) -> npt.NDArray[np.int32]:
     return encoded.ids[: untrained[-1] + 1 if len(untrained) else 0]
 
 
-def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Length of the common prefix."""
+def common_prefix(a: Any, b: Any) -> int:
+    """Length of the common prefix of two lists, texts or arrays."""
     n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
+    if isinstance(a, np.ndarray):
+        differs = np.flatnonzero(a[:n] != b[:n])
+        return int(differs[0]) if len(differs) else n
+    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
 
 
 class Encoder:
@@ -178,14 +179,14 @@ class Encoder:
         ids = tokenizer.encode(text)
 
         def token_at(place: int) -> int:
-            return _common(ids, tokenizer.encode(text[:place]))
+            return common_prefix(ids, tokenizer.encode(text[:place]))
 
         trained = [False] * len(ids)
         end = 0
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            begin = _common(text, render(tokenizer, messages[:i], generate=True)) if i else 0
+            begin = common_prefix(text, render(tokenizer, messages[:i], generate=True)) if i else 0
             first = token_at(begin)
             content = message["content"].strip()
             found = text.find(content, begin)
@@ -206,7 +207,7 @@ class Encoder:
     def _turn_end(self, text: str, messages: Messages, stop: int, token_at: Callable[[int], int]) -> int:
         """The token where the turn after `messages` begins. Some templates show an earlier answer otherwise than the
         last one; then the next end token counts, wherever it stands."""
-        shown = _common(text, render(self.tokenizer, messages, generate=False))
+        shown = common_prefix(text, render(self.tokenizer, messages, generate=False))
         return token_at(shown if shown >= stop else len(text))
 
 

@@ -17,7 +17,7 @@ from edgeft.host import cache
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
-SAVED_SHARE = 0.4  # of the time of plain torch, by `scripts/ablate.py`
+SAVED_SHARE = 0.4  # of the time of plain torch, by `scripts/bench/ablate.py`
 COMPILE_S = 10.0  # on a slow board; 2 to 3 on a laptop
 HINT = "install g++ or clang++, or go without the kernels: --set how.compile=off"
 

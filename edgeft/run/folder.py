@@ -48,7 +48,7 @@ class Run:
         file = path / "recipe.yaml"
         if not file.is_file():
             raise RunError(f"{path} is no run folder (it holds no recipe.yaml)", "`edgeft runs` lists the runs")
-        return Run(path, config.build(config.Recipe, config.read_yaml(file)))
+        return Run(path, config.build(config.Recipe, config.read_yaml(file), recorded=True))
 
     @staticmethod
     def start(path: Path, recipe: config.Recipe, resume: bool) -> Run:

@@ -49,7 +49,7 @@ class Files:
         asked: Any = (read_json(self.numbers) or {}).get("asked")
         try:
             budget = {key: math.inf if value is None else float(value) for key, value in asked["budget"].items()}
-            return Asked(config.build(Recipe, asked["recipe"]), Budget(**budget), int(asked["seed"]))
+            return Asked(config.build(Recipe, asked["recipe"], recorded=True), Budget(**budget), int(asked["seed"]))
         except (TypeError, KeyError, ValueError, AttributeError):  # missing, damaged or of another form
             raise RunError(
                 f"there is no search to go on with in {self.numbers}", "leave out --resume to start one"

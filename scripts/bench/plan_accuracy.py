@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What was planned against what was measured: peak memory and time of short runs over models, recipes and row lengths.
 
-    scripts/plan_accuracy.py [--models DIR] [--only PART …] [--out FILE] [--again] [--steps 1]
+    scripts/bench/plan_accuracy.py [--models DIR] [--only PART …] [--out FILE] [--again] [--steps 1]
 
 Every cell is `edgeft finetune --until train` in processes of its own, with rows of exactly so many tokens that share no
 prefix, made of the embedded handbook. Its plan is the one that it prints before it begins; the peak is the highest

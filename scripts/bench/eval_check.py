@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Two checks of what `edgeft eval` says.
 
-scripts/eval_check.py choices FILE.jsonl [--rows 570]    likelihood choices: the GGUF file in llama.cpp, and the
-                                                         unpacked model in transformers, one choice at a time
-scripts/eval_check.py interval [--trials 2000]           how often the bootstrap interval holds the true difference
+scripts/bench/eval_check.py choices FILE.jsonl [--rows 570]  likelihood choices: the GGUF file in llama.cpp, and the
+                                                             unpacked model in transformers, one choice at a time
+scripts/bench/eval_check.py interval [--trials 2000]         how often the bootstrap interval holds the true difference
 """
 
 from __future__ import annotations

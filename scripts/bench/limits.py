@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Whole runs (tokens, trunk, training, export, scores) under a hard memory limit, and the most that they needed.
 
-    scripts/limits.py [smollm2 tinyllama qwen llama2-7b] [--aim] [--limit MIB] [--models DIR] [--set KEY=VALUE] [--json]
+    scripts/bench/limits.py [smollm2 tinyllama qwen llama2-7b] [--aim] [--limit MIB] [--models DIR] [--set KEY=VALUE]
+        [--json]
 
 The planner is given the limit (--memory, and --fit but for LLaMA-2-7B), and all processes of the run are put under it:
 a control group, in which the kernel kills who takes more, or RLIMIT_DATA where none can be made; the table says which.
 Pages of files count in a group and give way when memory is wanted, so `in use` is what could not be given back, looked
 at every 20 ms; `stage` is the largest resident memory of any stage's process, mapped files included.
-TinyLlama and Qwen2.5 are looked for in --models by name; LLaMA-2-7B is made there (scripts/make_model.py).
+TinyLlama and Qwen2.5 are looked for in --models by name; LLaMA-2-7B is made there (scripts/bench/make_model.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Feeds mutated files to the readers that open what comes from elsewhere, and counts what they do with them.
 
-    python scripts/fuzz.py --inputs 100000 [--seconds 20] [--seed 1] [--kinds gguf,recipe] [--save DIR]
+    python tests/harness/fuzz.py --inputs 100000 [--seconds 20] [--seed 1] [--kinds gguf,recipe] [--save DIR]
 
 Every input must be read or refused with an EdgeftError, within LIMIT_S and MEMORY; anything else is a finding, saved
 with its bytes. An input depends on seed, kind and number alone. Each kind runs in a process of its own, so that a

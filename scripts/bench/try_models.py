@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Any GGUF files: load, train some steps on the embedded handbook, export, and answer from the exported file.
 
-scripts/try_models.py FILE.gguf … [--steps 10] [--recipe sparse-bp]
+scripts/bench/try_models.py FILE.gguf … [--steps 10] [--recipe sparse-bp]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What each saving of the engine is worth: the same steps with one of them switched off (or on) at a time.
 
-    scripts/ablate.py [--data DIR] [--rows 128] [--steps 8] [--rounds 2] [--only NAME …] [--out FILE.json]
+    scripts/bench/ablate.py [--data DIR] [--rows 128] [--steps 8] [--rounds 2] [--only NAME …] [--out FILE.json]
 
 Every way runs in a process of its own, in turn, `--rounds` times; the best time counts. The held-out loss after the
 same steps shows what a saving costs. Without --data: the embedded handbook, whose rows share little.

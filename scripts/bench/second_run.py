@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How soon a second run trains: seconds from the command to its first optimiser step, with the trunk's output cached.
 
-    scripts/second_run.py [--data DIR] [--rows 1000] [--recipe sparse-rule]
+    scripts/bench/second_run.py [--data DIR] [--rows 1000] [--recipe sparse-rule]
 
 The first run computes the trunk; the second has another learning rate, so nothing else can be used again.
 """

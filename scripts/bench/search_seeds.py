@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Evolution beside random search of the same number of evaluations, and beside greedy, for several seeds.
 
-    scripts/search_seeds.py SEARCH.json [--seeds 10] [--out FILE.json]
+    scripts/bench/search_seeds.py SEARCH.json [--seeds 10] [--out FILE.json]
 
 SEARCH.json is what `edgeft search -o NAME.yaml` leaves as NAME.search.json. Its contributions are taken from the cache;
 for each seed, evolution runs with greedy's answer to begin with, and alone.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the trunk cache's precision costs: bytes, error of the states, and held-out loss before and after training.
 
-    scripts/trunk_dtypes.py [--model FILE] [--data DIR] [--rows 48] [--steps 6] [--set KEY=VALUE]
+    scripts/bench/trunk_dtypes.py [--model FILE] [--data DIR] [--rows 48] [--steps 6] [--set KEY=VALUE]
 
 Every precision trains from the same weights, on the same rows, in the same order.
 """

@@ -1,6 +1,6 @@
 """What checkpoints and the governor take of a run's time at default settings, measured inside a real run.
 
-    python scripts/overhead.py [--steps N] [--recipe NAME] [--disk FOLDER]
+    python scripts/bench/overhead.py [--steps N] [--recipe NAME] [--disk FOLDER]
 
 It trains on the embedded model and data. Sensors are those of this machine; where it has none (a virtual machine), a
 file tree with a cool processor, a battery and throttle counters stands in, so that there is something to read. Waiting

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a pass keeps for its way back, by method, on the same blocks: bytes of activations between forward and backward.
 
-    scripts/kept.py [--tokens 512] [--blocks 30]
+    scripts/bench/kept.py [--tokens 512] [--blocks 30]
 
 Rows of the embedded handbook in one pass of at most so many tokens through the embedded model's last blocks, with the
 kernels; looked at in the pool that all activations come from.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """edgeft beside the tools that people use today: time to quality, memory, quality.
 
-    scripts/bench.py --out FILE.json [--data DIR] [--rows 1000] [--epochs 3] [--only NAME …] [--memory 1GiB]
+    scripts/bench/bench.py --out FILE.json [--data DIR] [--rows 1000] [--epochs 3] [--only NAME …] [--memory 1GiB]
 
 Contenders run in turn, each in a process of its own, on the same token ids, the same held-out rows and this machine:
 `peft-lora` (the reference) and `edgeft`, on request `peft-qlora` and `mlx-lm` (few rows; pip install -e '.[peers]').

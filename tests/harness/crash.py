@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kills runs with SIGKILL at random moments, resumes them, and compares what comes out with a run left alone.
 
-    scripts/crash.py --rounds 30 [--seed 0] [--stage trunk …] [--blocks 4] [--threads 1] [--folder DIR]
+    tests/harness/crash.py --rounds 30 [--seed 0] [--stage trunk …] [--blocks 4] [--threads 1] [--folder DIR]
 
 A round is one short run, killed up to eight times on its way (the whole process tree, in stages chosen at random, after
 a random part of the time that the stage takes) and resumed each time. In the end its tokens, the tensors of its best

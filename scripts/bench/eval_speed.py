@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long scoring takes, beside the loop that most people write: transformers' generate, one row at a time.
 
-    scripts/eval_speed.py DIR [--rows 200] [--model FILE.gguf] [--max-new 32]
+    scripts/bench/eval_speed.py DIR [--rows 200] [--model FILE.gguf] [--max-new 32]
 
 DIR holds dev.jsonl with {context, question, answers}. Both answer the same prompts greedily with the same weights, the
 loop with the unpacked float32 model; edgeft takes the loss of the reference answers on the way. Exact match and F1 are

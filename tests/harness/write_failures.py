@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Makes every call of a short run that changes a file fail, one at a time, and sees whether anything is lost.
 
-    scripts/write_failures.py [--sample N] [--seed 0] [--part 1/3] [--error ENOSPC …] [--stage train …] [--folder DIR]
+    tests/harness/write_failures.py [--sample N] [--seed 0] [--part 1/3] [--error ENOSPC …] [--stage train …]
+        [--folder DIR]
 
 Opening for writing, writing (half of the bytes get there), truncating, allocating, fsync, renaming, unlinking, making
 folders and setting modes and times, of all libraries alike: a small C library (faults.c, LD_PRELOAD) counts these calls

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """All methods side by side on question answering and on classification: what is trained, memory, time, and scores.
 
-    scripts/methods.py DATA [--only NAME …] [--sets squad banking77 arc] [--memory 1GiB] [--out FILE.json] [--work DIR]
+    scripts/bench/methods.py DATA [--only NAME …] [--sets squad banking77 arc] [--memory 1GiB] [--out FILE.json]
+        [--work DIR]
 
 DATA holds squad/{train,dev}.jsonl, banking77/{train,test}.csv and arc_easy/validation.jsonl. Every method trains in a
 process of its own on the same rows; untuned and tuned files are scored by llama.cpp on the same held-out rows, and on

@@ -34,17 +34,18 @@ _marks = -1  # where processes of a tree say what they are doing
 
 def import_everything() -> None:
     """What stages import, and nothing that computes: threads would not survive the fork."""
-    import edgeft.model.lean
-    import edgeft.model.tokenizer
-    import edgeft.train.engine
     import llama_cpp  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import edgeft.cli
+    import edgeft.engine.choose
+    import edgeft.engine.skeleton
     import edgeft.evaluate.compare
     import edgeft.export.gguf
     import edgeft.export.modelfile
     import edgeft.export.verify
+    import edgeft.formats.tokenizer
+    import edgeft.train.build
     from edgeft.pipeline import stages
     from edgeft.run import supervise
     from edgeft.train import checkpoint, loop, trunk

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A GGUF file of a known model's shape with random weights, to try sizes for which no file is at hand.
 
-scripts/make_model.py --shape llama2-7b [--type q4_0] [-o FILE] [--seed 0]
+scripts/bench/make_model.py --shape llama2-7b [--type q4_0] [-o FILE] [--seed 0]
 
 Every tensor has its real size and type; rotations are plain ones (no factors of LLaMA 3), and what it says is noise.
 Its tokenizer is that of the embedded SmolLM2-135M: of a larger vocabulary the rest is unused, of a smaller one the
