@@ -273,7 +273,7 @@ def find_scheme(
     """Find what to update: which blocks, tensors and channels bring the most on these rows, within memory and time."""
     from edgeft.arch.check import check_model
     from edgeft.pipeline import prepare
-    from edgeft.report.heat import write_heat
+    from edgeft.report.heat_map import write_heat_map
     from edgeft.search import problem
     from edgeft.search.budget import Budget
     from edgeft.search.files import Files
@@ -296,7 +296,7 @@ def find_scheme(
             posed = problem.build_problem(choice, train, heldout, budget, number, screen, there, again)
             found = problem.find(posed, number)
     files.finish(choice, found)
-    write_heat(found, files.picture)
+    write_heat_map(found, files.picture)
     found["files"] = {"recipe": str(files.recipe), "picture": str(files.picture), "numbers": str(files.numbers)}
     if as_json:
         _print_json(found)
@@ -607,7 +607,7 @@ def runs(
         raise ConfigError(f"`edgeft runs` takes one folder, not {len(what)}", "`edgeft runs rm RUN…` takes runs away")
     folder = Path(what[0]) if what else Path("runs")
     from edgeft.config import format_duration, format_size
-    from edgeft.report.story import summary
+    from edgeft.report.summary import summary
     from edgeft.report.words import METRICS
     from edgeft.run.folder import runs as find
 

@@ -1,30 +1,26 @@
 #!/usr/bin/env python3
-"""Pictures of a run's report, as a browser shows it: the two of the README, or the whole page in all its forms.
+"""Screenshots of a run's report in a browser: the two of the README, or the whole page at two widths.
 
     scripts/screenshots.py RUN OUTDIR          report-light.png and report-dark.png
     scripts/screenshots.py RUN OUTDIR --all    the whole page, 1280 and 390 pixels wide, light and dark
 
-Needs Chromium and its driver (Debian packages chromium and chromium-driver). It exits with 1 if the browser logged
-anything, or if something is wider than the window.
+Needs selenium, Chromium and its driver (Debian packages chromium and chromium-driver). Exits with 1 if the browser
+logs anything, or if something is wider than the window.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import json
+import os
 import shutil
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+
+os.environ["SE_OFFLINE"] = "true"  # selenium never downloads a driver
 DRIVER = shutil.which("chromedriver")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MEASURE = """
@@ -37,90 +33,45 @@ return {wide: page.scrollWidth, tall: page.scrollHeight, window: page.clientWidt
 """
 
 
-class Browser:
-    """Headless Chromium, spoken to through its driver (the WebDriver protocol is plain HTTP)."""
+class Browser(Chrome):
+    """Headless Chromium through its driver, both as installed; it contacts no server."""
 
     def __init__(self) -> None:
         if not (DRIVER and CHROMIUM):
-            raise OSError("there is no chromium with its driver: apt-get install chromium chromium-driver")
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.root = f"http://127.0.0.1:{found.getsockname()[1]}"
-        self.profile = tempfile.TemporaryDirectory()
-        port = self.root.rsplit(":", 1)[1]
-        self.process = subprocess.Popen(
-            [DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            self._wait()
-            args = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-            options = {"args": [*args, f"--user-data-dir={self.profile.name}"], "binary": CHROMIUM}
-            wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-            made = self._post("/session", {"capabilities": {"alwaysMatch": wanted}})
-            self.session = f"/session/{made['sessionId']}"
-        except BaseException:
-            self._end()
-            raise
+            raise OSError("chromium or chromedriver is not installed: apt-get install chromium chromium-driver")
+        options = ChromeOptions()
+        options.binary_location = CHROMIUM
+        for flag in (
+            *("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "hide-scrollbars"),
+            *("disable-background-networking", "disable-component-update", "no-first-run"),
+        ):
+            options.add_argument(f"--{flag}")
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        super().__init__(options, ChromeService(executable_path=DRIVER))
 
-    def __enter__(self) -> Browser:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(self.root + self.session, method="DELETE"), timeout=30)
-        finally:
-            self._end()
-
-    def show(self, page: Path, width: int, dark: bool = False, height: int = 900) -> dict[str, Any]:
-        """Open a file in a window of this width, as a phone would up to 600 pixels; what MEASURE finds."""
-        scale = 2 if width < 600 else 1
-        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
-        self.tell("Emulation.setDeviceMetricsOverride", size)
+    def show(self, page: Path, width: int, dark: bool = False) -> dict[str, Any]:
+        """Open a file in a window of this width (a phone's, below 600 pixels); returns the values of MEASURE."""
+        phone = width < 600
+        size = {"width": width, "height": 900, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
+        self.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.tell("Emulation.setEmulatedMedia", {"features": [scheme]})
-        self._post(f"{self.session}/url", {"url": page.resolve().as_uri()})
-        found: dict[str, Any] = self.run(MEASURE)
-        return found
-
-    def run(self, script: str) -> Any:
-        return self._post(f"{self.session}/execute/sync", {"script": script, "args": []})
-
-    def tell(self, command: str, values: dict[str, Any]) -> Any:
-        """A command of Chromium's own DevTools."""
-        return self._post(f"{self.session}/goog/cdp/execute", {"cmd": command, "params": values})
+        self.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        self.get(page.resolve().as_uri())
+        measured: dict[str, Any] = self.execute_script(MEASURE)
+        return measured
 
     def logged(self) -> list[str]:
-        """What the page wrote to the console since the last call: errors, refused loads."""
-        return [entry["message"] for entry in self._post(f"{self.session}/se/log", {"type": "browser"})]
+        """Console messages since the last call: errors, refused loads."""
+        return [entry["message"] for entry in self.get_log("browser")]
 
-    def picture(self, place: Path, top: float, height: float, width: int) -> None:
-        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
-        found = self.tell("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
-        place.write_bytes(base64.b64decode(found["data"]))
+    def picture(self, file: Path, top: float, height: float, width: int) -> None:
+        clip = {"x": 0, "y": max(top, 0), "width": width, "height": height, "scale": 1}
+        values = {"captureBeyondViewport": True, "clip": clip}
+        file.write_bytes(base64.b64decode(self.execute_cdp_cmd("Page.captureScreenshot", values)["data"]))
+        print(f"{file}: {file.stat().st_size / 1024:.0f} KiB")
 
-    def _wait(self) -> None:
-        for _ in range(200):
-            try:
-                urllib.request.urlopen(f"{self.root}/status", timeout=5)
-                return
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.05)
-        raise OSError("chromedriver does not answer")
-
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        asked = urllib.request.Request(
-            self.root + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(asked, timeout=60) as answer:
-                return json.loads(answer.read())["value"]
-        except urllib.error.HTTPError as error:
-            raise OSError(json.loads(error.read())["value"]["message"]) from None
-
-    def _end(self) -> None:
-        self.process.terminate()
-        self.process.wait(timeout=30)
-        shutil.rmtree(self.profile.name, ignore_errors=True)
+    def top_of(self, name: str) -> float:
+        return float(self.execute_script(f"return document.getElementById('{name}').getBoundingClientRect().top"))
 
 
 def main() -> None:
@@ -136,27 +87,18 @@ def main() -> None:
     page = write_report(Run.open(args.run))
     wrong = []
     with Browser() as browser:
-
-        def top_of(name: str) -> float:
-            return float(browser.run(f"return document.getElementById('{name}').getBoundingClientRect().top"))
-
-        def take(name: str, top: float, height: float, width: int) -> None:
-            place = args.out / f"{name}.png"
-            browser.picture(place, max(top, 0), height, width)
-            print(f"{place}: {place.stat().st_size / 1024:.0f} KiB")
-
-        if args.all:
-            for width in (1280, 390):
-                for dark in (False, True):
-                    found = browser.show(page, width, dark)
-                    take(f"{width}-{'dark' if dark else 'light'}", 0, found["tall"], width)
-                    if found["wide"] > found["window"]:
-                        wrong.append(f"{width} pixels: the page is {found['wide']} wide")
-        else:
+        for width in (1280, 390) if args.all else ():
+            for scheme in ("light", "dark"):
+                measured = browser.show(page, width, scheme == "dark")
+                browser.picture(args.out / f"{width}-{scheme}.png", 0, measured["tall"], width)
+                if measured["wide"] > measured["window"]:
+                    wrong.append(f"{width} pixels: the page is {measured['wide']} wide")
+        if not args.all:
             browser.show(page, 1180)
-            take("report-light", 0, top_of("answers") + 620, 1180)
+            browser.picture(args.out / "report-light.png", 0, browser.top_of("answers") + 620, 1180)
             browser.show(page, 1180, dark=True)
-            take("report-dark", top_of("course") - 40, top_of("use") - top_of("course") + 40, 1180)
+            top = browser.top_of("course") - 40
+            browser.picture(args.out / "report-dark.png", top, browser.top_of("use") - top, 1180)
         wrong += browser.logged()
     if wrong:
         sys.exit("\n".join(wrong))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,17 @@ def edgeft() -> Edgeft:
         return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Headless Chromium, as scripts/screenshots.py uses it."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+    screenshots = import_module("screenshots")
+    if not (screenshots.DRIVER and screenshots.CHROMIUM):
+        pytest.skip("no browser: apt-get install chromium chromium-driver")
+    with screenshots.Browser() as opened:
+        yield opened
 
 
 def small_rows(folder: Path, train: int = 12, heldout: int = 4) -> Path:

@@ -220,7 +220,9 @@ def test_the_wheel_works_outside_the_repository(tmp_path: Path) -> None:
         [*pip, "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site"), str(wheel)], check=True
     )
     site = tmp_path / "site" / "edgeft"
-    for file in ("engine/kernels.cpp", "report/style.css", "_shipped/eval/keep/text.jsonl", "demo/train.jsonl"):
+    templates = [f"report/templates/{file.name}" for file in (top / "edgeft/report/templates").iterdir()]
+    assert "report/templates/report.html.j2" in templates
+    for file in ("engine/kernels.cpp", *templates, "_shipped/eval/keep/text.jsonl", "demo/train.jsonl"):
         assert (site / file).is_file(), file
     code = (
         "import json, edgeft; from edgeft import config; "

@@ -21,7 +21,7 @@ from edgeft.host import sensors
 from edgeft.host.profile import load_device, resolve
 from edgeft.host.sensors import Sensors
 from edgeft.pipeline import stages
-from edgeft.report.story import load_run_summary
+from edgeft.report.summary import load_run_summary
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import checkpoint, governor

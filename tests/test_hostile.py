@@ -638,7 +638,7 @@ EVIL = (
 
 def test_damaged_files_of_a_run(tmp_path: Path) -> None:
     from edgeft.pipeline import finetune
-    from edgeft.report.story import summary
+    from edgeft.report.summary import summary
     from edgeft.run.folder import Run
     from edgeft.train import checkpoint
 

@@ -14,8 +14,8 @@ from edgeft.run.folder import Run
 
 def write_report(run: Run, others: Sequence[Run] = (), out: Path | None = None) -> Path:
     """`report.html` in the run folder, or `out`."""
-    from edgeft.report.page import page
-    from edgeft.report.story import load_run_summary
+    from edgeft.report.render import page
+    from edgeft.report.summary import load_run_summary
 
     place = out or run.path / "report.html"
     text = page(load_run_summary(run), [load_run_summary(other) for other in others])
@@ -26,8 +26,8 @@ def write_report(run: Run, others: Sequence[Run] = (), out: Path | None = None) 
 
 def write_card(run: Run, out: Path | None = None) -> Path:
     """`model-card.md` in the run folder, or `out`."""
-    from edgeft.report.card import card
-    from edgeft.report.story import load_run_summary
+    from edgeft.report.render import card
+    from edgeft.report.summary import load_run_summary
 
     place = out or run.path / "model-card.md"
     with atomic_write(place) as file:

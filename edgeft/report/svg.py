@@ -1,6 +1,6 @@
-"""Plots as inline SVG, drawn by matplotlib: small, sharp at any size, in the page's own colours, light and dark.
+"""Plots as inline SVG, drawn by matplotlib, in the page's own colours, light and dark.
 
-Every plot has a title and a description that are read aloud, and needs neither a script nor a network.
+Every plot has a title and a description for screen readers, and needs neither a script nor a network.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup, escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 380  # in the plot's own units; letters are 12 of them, so that they can be read on a phone, too
+WIDTH = 380  # in the plot's own units; text is 12 of them high, legible on a phone
 TEXT = 12
+STEPS = (1, 2, 2.5, 5, 10)  # between the ticks of an axis
 Points = Sequence[tuple[float, float]]
 
-# What the style sheet calls a colour, and what stands for it until the plot is drawn. matplotlib knows fixed colours
-# only; the page's change with the reader's light or dark setting.
+# Colours of the style sheet, and the placeholder of each in the plot: matplotlib knows fixed colours only, and the
+# page's change with the reader's light or dark setting.
 NAMES = ("tuned", "base", "soft", "line", "fill", "ink", "card", "good", "bad", "c1", "c2", "c3", "c4")
 COLOUR = {name: f"#{0x010203 + i:06x}" for i, name in enumerate(NAMES)} | {"c0": "#010203"}
 SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "edgeft",  # the same run gives the same file
-    "svg.fonttype": "none",  # letters stay letters: small, and they can be searched and copied
+    "svg.fonttype": "none",  # text stays text: small, and it can be searched and copied
     "font.size": TEXT,
     "text.color": COLOUR["ink"],
     "axes.edgecolor": COLOUR["line"],
@@ -67,7 +69,7 @@ class Limit:
 
 
 class _Plot:
-    """One figure with one pair of axes; `tip` gives an element words that show when the pointer rests on it."""
+    """One figure with one pair of axes; `tip` gives an element a tooltip."""
 
     def __init__(self, title: str, height: float, left: float, right: float = 10, top: float = 8, bottom: float = 8):
         """Margins and height in the plot's units."""
@@ -82,49 +84,45 @@ class _Plot:
         self.axes.tick_params(pad=6)
         self.tips: list[str] = []
 
-    def tip(self, artist: Any, words: str) -> None:
+    def tip(self, artist: Any, text: str) -> None:
         artist.set_gid(f"tip{len(self.tips)}")
-        self.tips.append(words)
+        self.tips.append(text)
 
-    def note(self, words: str, corner: tuple[float, float], offset: tuple[float, float], **how: Any) -> None:
-        """Words beside a corner of the axes."""
+    def note(self, text: str, corner: tuple[float, float], offset: tuple[float, float], **how: Any) -> None:
+        """Text beside a corner of the axes."""
         place: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "color": COLOUR["soft"]}
-        self.axes.annotate(words, corner, offset, **place, **how)
+        self.axes.annotate(text, corner, offset, **place, **how)
 
-    def bare(self) -> None:
-        """No axes: what is drawn names itself."""
-        self.axes.set_axis_off()
-
-    def written(self, about: str) -> str:
-        """The SVG element, with the page's colours and letters, and names that no other plot of the page has."""
+    def written(self, about: str) -> Markup:
+        """The SVG element, with the page's colours and font, and ids that no other plot of the page has."""
         for artist in self.figure.findobj():
-            artist.set_clip_on(False)  # nothing is drawn outside; clip paths would only make the page larger
+            artist.set_clip_on(False)  # nothing is drawn outside: clip paths only make the page larger
         file = io.StringIO()
         self.figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         text = file.getvalue()
         text = text[text.index("<svg") :]
         text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>|<title>.*?</title>", "", text, flags=re.S)
         text = re.sub(r"<defs>\s*</defs>", "", text)
-        for name, stand_in in COLOUR.items():
-            text = text.replace(stand_in, f"var(--{name})")
-        text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)  # the page's letters
+        for name, placeholder in COLOUR.items():
+            text = text.replace(placeholder, f"var(--{name})")
+        text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)  # the page's font
         text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
-        for i, words in enumerate(self.tips):
-            text = text.replace(f'<g id="tip{i}">', f"<g><title>{escape(words)}</title>")
+        for i, tip in enumerate(self.tips):
+            text = text.replace(f'<g id="tip{i}">', f"<g><title>{escape(tip)}</title>")
         text = re.sub(r'<g id="[^"]*"', "<g", text)
         own = re.sub(r"[^a-z]+", "-", self.title.lower())
         text = re.sub(r'(id="|href="#|url\(#)(\w+)', rf"\g<1>{own}-\g<2>", text)
-        text = re.sub(r"(\d\.\d\d)\d+(?=[^<>]*>)", r"\1", text)  # in tags, hundredths of a unit are enough
+        text = re.sub(r"(\d\.\d\d)\d+(?=[^<>]*>)", r"\1", text)  # in tags, two decimals are enough
         text = re.sub(r">\s+<", "><", text)
         head = (
             f'<svg viewBox="0 0 {WIDTH} {self.height:g}" role="img" preserveAspectRatio="xMidYMid meet">'
             f"<title>{escape(self.title)}</title><desc>{escape(about or self.title)}</desc>"
         )
-        return re.sub(r"<svg.*?>", lambda _: head, text, count=1, flags=re.S).strip()
+        return Markup(re.sub(r"<svg.*?>", lambda _: head, text, count=1, flags=re.S).strip())
 
 
 def _settings() -> Any:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # otherwise it tells about its font cache
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs that it builds its font cache
     import matplotlib
 
     return matplotlib.rc_context(SETTINGS)
@@ -134,89 +132,98 @@ def short(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}".replace(",", " ")
 
 
-def line_chart(
-    title: str,
-    lines: Sequence[Line],
-    x_label: str,
-    y_label: str,
-    limits: Sequence[Limit] = (),
-    zero: bool = False,
-    log: bool = False,
-    area: bool = False,
-) -> str:
-    """Lines over a common x axis; the legend stands above it, in the page."""
-    lines = [line for line in lines if line.points]
-    if not lines:
-        return ""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+@dataclass
+class LineChart:
+    """Lines over a common x axis; the page writes the legend above it."""
 
-    ys = [y for line in lines for _, y in line.points] + [limit.value for limit in limits]
-    log = log and min(ys) > 0
-    with _settings():
-        plot = _Plot(title, 240, left=46, top=28, bottom=40)
-        axes = plot.axes
+    title: str
+    lines: Sequence[Line]
+    x_label: str
+    y_label: str
+    limits: Sequence[Limit] = ()
+    from_zero: bool = False
+    log: bool = False
+    area: bool = False  # the area below each line is filled
+
+    def draw(self) -> Markup:
+        self.lines = [line for line in self.lines if line.points]
+        if not self.lines:
+            return Markup()
+        ys = [y for line in self.lines for _, y in line.points] + [limit.value for limit in self.limits]
+        self.log = self.log and min(ys) > 0
+        with _settings():
+            plot = _Plot(self.title, 240, left=46, top=28, bottom=40)
+            axes = plot.axes
+            self._scale(axes)
+            for line in self.lines:
+                self._draw_line(plot, line)
+            for limit in self.limits:
+                axes.axhline(limit.value, color=COLOUR[limit.style], linewidth=1.6, linestyle=(0, (5, 4)))
+                axes.annotate(
+                    limit.label, (1, limit.value), (0, 4), xycoords=("axes fraction", "data"),
+                    textcoords="offset points", ha="right", va="bottom", color=COLOUR["ink"],
+                )  # fmt: skip
+            low, high = axes.get_ylim()
+            if not self.log:
+                axes.set_ylim(0 if self.from_zero else low, max(high, 1.12 * max(ys) if self.limits else high))
+            plot.note(self.y_label, (0, 1), (-42, 8))
+            plot.note(self.x_label, (1, 0), (0, -24), ha="right", va="top")
+            ends = [f"{n.label} from {short(n.points[0][1])} to {short(n.points[-1][1])}" for n in self.lines]
+            return plot.written("; ".join([*ends, *(limit.label for limit in self.limits)]))
+
+    def _scale(self, axes: Axes) -> None:
+        from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
         axes.grid(axis="y")
-        if log:
+        if self.log:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
             axes.yaxis.set_minor_locator(NullLocator())
         else:
-            axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-        xs = [x for line in lines for x, _ in line.points]
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=max(xs) > 5))
+            axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
+        xs = [x for line in self.lines for x, _ in line.points]
+        axes.set_xlim(0 if self.from_zero else min(xs), max(max(xs), min(xs) + 1e-9))
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS, integer=max(xs) > 5))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-        for line in lines:
-            x, y = [p[0] for p in line.points], [p[1] for p in line.points]
-            faint = line.style == "faint"
-            colour = COLOUR["base" if faint else line.style]
-            if area:
-                axes.fill_between(x, y, color=colour, alpha=0.14, linewidth=0)
-            (drawn,) = axes.plot(x, y, color=colour, linewidth=1 if faint else 2.4, alpha=0.35 if faint else 1)
-            plot.tip(drawn, line.label)
-            for px, py in line.points if line.dots else ():
-                (dot,) = axes.plot([px], [py], "o", color=colour, markersize=7, markeredgecolor=COLOUR["card"])
-                plot.tip(dot, f"{line.label}: {short(py)} at {short(px)}")
-        axes.set_xlim(0 if zero else min(xs), max(max(xs), min(xs) + 1e-9))
-        for limit in limits:
-            axes.axhline(limit.value, color=COLOUR[limit.style], linewidth=1.6, linestyle=(0, (5, 4)))
-            axes.annotate(
-                limit.label, (1, limit.value), (0, 4), xycoords=("axes fraction", "data"), textcoords="offset points",
-                ha="right", va="bottom", color=COLOUR["ink"],
-            )  # fmt: skip
-        low, high = axes.get_ylim()
-        if not log:
-            axes.set_ylim(0 if zero else low, max(high, 1.12 * max(ys) if limits else high))
-        plot.note(y_label, (0, 1), (-42, 8))
-        plot.note(x_label, (1, 0), (0, -24), ha="right", va="top")
-        told = "; ".join(f"{n.label} from {short(n.points[0][1])} to {short(n.points[-1][1])}" for n in lines)
-        return plot.written(told + "".join(f"; {limit.label}" for limit in limits))
+
+    def _draw_line(self, plot: _Plot, line: Line) -> None:
+        x, y = zip(*line.points, strict=True)
+        faint = line.style == "faint"
+        colour = COLOUR["base" if faint else line.style]
+        if self.area:
+            plot.axes.fill_between(x, y, color=colour, alpha=0.14, linewidth=0)
+        (drawn,) = plot.axes.plot(x, y, color=colour, linewidth=1 if faint else 2.4, alpha=0.35 if faint else 1)
+        plot.tip(drawn, line.label)
+        for px, py in line.points if line.dots else ():
+            (dot,) = plot.axes.plot([px], [py], "o", color=colour, markersize=7, markeredgecolor=COLOUR["card"])
+            plot.tip(dot, f"{line.label}: {short(py)} at {short(px)}")
 
 
-def bars(title: str, rows: Sequence[tuple[str, float, str]], styles: Sequence[str] = ("tuned",)) -> str:
-    """Horizontal bars: (name, value, how the value is written)."""
+def bars(title: str, rows: Sequence[tuple[str, float, str]], styles: Sequence[str] = ("tuned",)) -> Markup:
+    """Horizontal bars: (name, value, value as text)."""
     if not rows:
-        return ""
+        return Markup()
     with _settings():
         plot = _Plot(title, 10 + 30 * len(rows), left=92, right=80, top=2, bottom=2)
         axes = plot.axes
         names, values = [name for name, _, _ in rows], [max(value, 0.0) for _, value, _ in rows]
         drawn = axes.barh(range(len(rows)), values, height=0.64, color=[COLOUR[style] for style in styles])
-        for bar, (name, _, words) in zip(drawn, rows, strict=True):
-            plot.tip(bar, f"{name}: {words}")
-        axes.bar_label(drawn, [words for _, _, words in rows], padding=7, color=COLOUR["ink"])
+        for bar, (name, _, text) in zip(drawn, rows, strict=True):
+            plot.tip(bar, f"{name}: {text}")
+        axes.bar_label(drawn, [text for _, _, text in rows], padding=7, color=COLOUR["ink"])
         axes.set_yticks(range(len(rows)), names, color=COLOUR["ink"])
         axes.set_xticks([])
         axes.spines["bottom"].set_visible(False)
         axes.set_ylim(len(rows) - 0.45, -0.55)
         axes.set_xlim(0, max(values) or 1)
-        return plot.written(", ".join(f"{name} {words}" for name, _, words in rows))
+        return plot.written(", ".join(f"{name} {text}" for name, _, text in rows))
 
 
-def intervals(title: str, rows: Sequence[tuple[str, float, float, float, bool]]) -> str:
-    """Differences with their intervals around zero: (name, value, low, high, is it good?)."""
+def intervals(title: str, rows: Sequence[tuple[str, float, float, float, bool]]) -> Markup:
+    """Differences with their intervals around zero: (name, value, low, high, True if good)."""
     if not rows:
-        return ""
+        return Markup()
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     with _settings():
@@ -236,16 +243,16 @@ def intervals(title: str, rows: Sequence[tuple[str, float, float, float, bool]])
         ends = [v for row in rows for v in row[1:4]]
         room = 0.06 * max(max([*ends, 0.0]) - min([*ends, 0.0]), 1e-9)
         axes.set_xlim(min([*ends, 0.0]) - room, max([*ends, 0.0]) + room)
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}" if x else "0"))
         return plot.written(", ".join(f"{name} {v:+.1f} ({lo:+.1f} to {hi:+.1f})" for name, v, lo, hi, _ in rows))
 
 
-def split_bar(title: str, parts: Sequence[tuple[str, int, str]]) -> str:
-    """One bar in parts: (name, count, style); the page names each with its count, so colour is not needed."""
+def split_bar(title: str, parts: Sequence[tuple[str, int, str]]) -> Markup:
+    """One bar in parts: (name, count, style); the page names each with its count, so colour alone is not needed."""
     with _settings():
         plot = _Plot(title, 26, left=0, right=0, top=0, bottom=0)
-        plot.bare()
+        plot.axes.set_axis_off()
         total, start = sum(count for _, count, _ in parts) or 1, 0
         for name, count, style in parts:
             if count:
@@ -258,8 +265,8 @@ def split_bar(title: str, parts: Sequence[tuple[str, int, str]]) -> str:
         return plot.written(", ".join(f"{name} {count}" for name, count, _ in parts))
 
 
-def heat_map(title: str, rows: Sequence[str], columns: int, values: dict[tuple[int, str], float | None]) -> str:
-    """Columns × rows; a missing cell is empty, a cell without a value is filled as it is."""
+def heat_map(title: str, rows: Sequence[str], columns: int, values: dict[tuple[int, str], float | None]) -> Markup:
+    """Columns × rows; a missing cell is empty, a cell without a value has the full colour."""
     from matplotlib.patches import Rectangle
 
     known = [v for v in values.values() if v is not None]
@@ -274,8 +281,8 @@ def heat_map(title: str, rows: Sequence[str], columns: int, values: dict[tuple[i
             share = 1.0 if value is None or not span else 0.25 + 0.75 * (value - low) / span
             place = (column + 0.05, rows.index(row) + 0.05)
             cell = axes.add_patch(Rectangle(place, 0.9, 0.9, color=COLOUR["tuned"], alpha=share, linewidth=0))
-            told = "updated" if value is None else f"moved by {100 * value:.2f} %"
-            plot.tip(cell, f"block {column}, {row}: {told}")
+            text = "updated" if value is None else f"moved by {100 * value:.2f} %"
+            plot.tip(cell, f"block {column}, {row}: {text}")
         axes.set_xlim(0, max(columns, 1))
         axes.set_ylim(len(rows), 0)
         width = (WIDTH - 54) / max(columns, 1)
@@ -284,10 +291,9 @@ def heat_map(title: str, rows: Sequence[str], columns: int, values: dict[tuple[i
         axes.set_yticks([r + 0.5 for r in range(len(rows))], list(rows), color=COLOUR["ink"])
         axes.spines["bottom"].set_visible(False)
         plot.note("block", (1, 0), (0, -22), ha="right", va="top")
-        told = f"{len(values)} of {columns * len(rows)} tensors were updated"
-        return plot.written(told)
+        return plot.written(f"{len(values)} of {columns * len(rows)} tensors were updated")
 
 
-def log_scale(values: Sequence[float]) -> bool:
-    """Is the spread so large that small values could not be told apart?"""
+def needs_log_scale(values: Sequence[float]) -> bool:
+    """True if the spread is so large that small values would look the same."""
     return bool(values) and min(values) > 0 and math.log(max(values) / min(values)) > math.log(8)

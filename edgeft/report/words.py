@@ -41,7 +41,7 @@ def verdict(result: dict[str, Any]) -> str:
         return ""
     name = found["metric"]
     change = result["difference"][name]
-    unit = "nats a token" if name == "loss" else "points"
+    unit = "nats per token" if name == "loss" else "points"
     digits = 3 if name in PLAIN else 1
     if change["low"] is None:
         return f"{_title(name)} changed by {change['value']:+.{digits}f} {unit}; one row is too few to say more."

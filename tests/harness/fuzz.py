@@ -510,7 +510,7 @@ def read_template(path: Path) -> None:
 
 def read_run(path: Path) -> None:
     from edgeft.pipeline import finetune
-    from edgeft.report.story import summary
+    from edgeft.report.summary import summary
     from edgeft.run.folder import Run
 
     folder = path.parent / "run"

@@ -9,7 +9,7 @@ from edgeft.config import TENSORS
 from edgeft.host.files import atomic_write
 
 
-def write_heat(found: dict[str, Any], place: Path) -> None:
+def write_heat_map(found: dict[str, Any], place: Path) -> None:
     """A PNG file: blocks from left to right, tensors from top to bottom."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

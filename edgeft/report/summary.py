@@ -20,7 +20,7 @@ from edgeft.formats.source import demo_model, is_gguf
 from edgeft.methods import scheme as schemes
 from edgeft.run.folder import Run
 
-ROWS = ("q", "k", "v", "o", "gate", "up", "down", "norms", "biases")  # of the map of tensors
+MAP_ROWS = ("q", "k", "v", "o", "gate", "up", "down", "norms", "biases")
 NAMES = {
     "attn_q": "q",
     "attn_k": "k",
@@ -33,7 +33,7 @@ NAMES = {
 
 
 @dataclass
-class Map:
+class TensorMap:
     """Blocks × tensors: how far each moved, ‖after - before‖ / ‖before‖; None where nothing was updated."""
 
     depth: int
@@ -62,9 +62,14 @@ class RunSummary:
     peaks: dict[str, int]  # highest memory in bytes, by stage
     heat: list[tuple[float, float]]  # seconds since the first reading, °C
     throttled: list[str]  # by what the system slowed the machine down
-    map: Map | None
+    map: TensorMap | None
     base_bytes: int | None
     tuned_bytes: int | None
+
+    @property
+    def data_name(self) -> str:
+        path = self.recipe.data.path
+        return Path(path).name if path else "the embedded handbook"
 
 
 def load_run_summary(run: Run) -> RunSummary:
@@ -202,7 +207,7 @@ def _stages(events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[t
 # ---------------------------------------------------------------- what was updated
 
 
-def tensor_map(run: Run, origin: Path | None, scheme: dict[str, Any]) -> Map | None:
+def tensor_map(run: Run, origin: Path | None, scheme: dict[str, Any]) -> TensorMap | None:
     """From the two files, so that it shows what is in them; without a base file, from the scheme."""
     try:
         if origin is not None and run.model.is_file():
@@ -212,16 +217,16 @@ def tensor_map(run: Run, origin: Path | None, scheme: dict[str, Any]) -> Map | N
             depth = int(tuned.need("block_count"))
             chosen = schemes.make(run.recipe.update, depth, tuned.arch)
             keys = [*chosen.shares, *((b, "norms") for b in chosen.norms), *((b, "biases") for b, _ in chosen.biases)]
-            return Map(depth, dict.fromkeys(keys), measured=False)
+            return TensorMap(depth, dict.fromkeys(keys), measured=False)
     except (EdgeftError, KeyError, OSError):
         pass  # a report without its map is better than none
     return None
 
 
-def compare_files(base: GGUF, tuned: GGUF) -> Map:
+def compare_files(base: GGUF, tuned: GGUF) -> TensorMap:
     """Tensors that keep their bytes did not move; others are unpacked and compared. Norms and biases of a block are
     one figure each; biases that were added have nothing to be compared with and are measured as they are."""
-    found = Map(int(base.need("block_count")))
+    found = TensorMap(int(base.need("block_count")))
     sums: dict[tuple[int, str], tuple[float, float]] = {}
     for name in tuned.tensors:
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)

@@ -1,0 +1,136 @@
+"""The drawings of the report: which figures of a run go into which chart.
+
+A chart without data is an empty string, and the page leaves its card out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from edgeft import config
+from edgeft.report import svg, words
+from edgeft.report.summary import MAP_ROWS, RunSummary, TensorMap
+
+GIB = 2**30
+FAR = 3.0  # a memory limit this many times the memory used is a note, not a line: it would flatten the plot
+MAX_POINTS = 600  # of one line
+
+
+def charts(run: RunSummary) -> dict[str, Markup]:
+    result = run.result or {}
+    changed = result.get("changed")
+    sizes = [("base", run.base_bytes), ("tuned", run.tuned_bytes)]
+    files = [(name, float(count), config.format_size(count)) for name, count in sizes if count]
+    return {
+        "intervals": _interval_chart(result),
+        "rows": svg.split_bar(
+            "Rows that changed",
+            [
+                ("better", changed["better"], "good"),
+                ("unchanged", changed["same"], "line"),
+                ("worse", changed["worse"], "bad"),
+            ],
+        )
+        if changed
+        else Markup(),
+        "loss": _loss_chart(run),
+        "memory": _memory_chart(run),
+        "time": svg.bars("Time by stage", [(name, s, config.format_duration(s)) for name, s in run.stages]),
+        "heat": _temperature_chart(run),
+        "sizes": svg.bars("File size", files, [name for name, _, _ in files]),
+        "map": svg.heat_map("What was updated: blocks and tensors", shown_rows(run.map), run.map.depth, run.map.moved)
+        if run.map
+        else Markup(),
+    }
+
+
+def comparison_charts(runs: Sequence[RunSummary]) -> dict[str, Markup]:
+    """`loss` and `memory` of several runs."""
+    loss = [svg.Line(run.name, run.heldout_loss, colour(i), dots=True) for i, run in enumerate(runs)]
+    memory = [svg.Line(run.name, _gib(run.memory), colour(i)) for i, run in enumerate(runs)]
+    return {
+        "loss": _loss_lines("Held-out loss of each run", loss),
+        "memory": svg.LineChart("Memory of each run", memory, "seconds of training", "GiB", from_zero=True).draw(),
+    }
+
+
+def colour(number: int) -> str:
+    """Of a compared run."""
+    return f"c{number % 5}"
+
+
+def shown_rows(found: TensorMap) -> list[str]:
+    """Rows of the map: norms and biases only where one moved."""
+    return [row for row in MAP_ROWS if row not in ("norms", "biases") or any(key[1] == row for key in found.moved)]
+
+
+def far_limit(run: RunSummary) -> int | None:
+    """The memory limit in bytes, where it is too far above the memory used to be drawn."""
+    budget = run.plan.get("budget_bytes")
+    used = [run.plan.get("peak_bytes") or 0, run.done.get("peak_bytes") or 0, *(count for _, count in run.memory)]
+    return budget if budget and budget > FAR * max(used) else None
+
+
+def _interval_chart(result: dict[str, object]) -> Markup:
+    differences = result.get("difference")
+    rows = [
+        (words.METRICS[name], found["value"], found["low"], found["high"], found["value"] > 0)
+        for name, found in (differences.items() if isinstance(differences, dict) else ())
+        if name not in words.PLAIN and found["low"] is not None
+    ]
+    return svg.intervals("Change against the base model, in points", rows)
+
+
+def _loss_chart(run: RunSummary) -> Markup:
+    train = _thin(run.train_loss)
+    return _loss_lines(
+        "Loss over steps",
+        [
+            svg.Line("training loss, each step", train, "faint"),
+            svg.Line("training loss, running mean", _smooth(train), "base"),
+            svg.Line("held-out loss", run.heldout_loss, "tuned", dots=True),
+        ],
+    )
+
+
+def _loss_lines(title: str, lines: list[svg.Line]) -> Markup:
+    log = svg.needs_log_scale([y for line in lines for _, y in line.points])
+    return svg.LineChart(title, lines, "step", "nats per token" + (", log scale" if log else ""), log=log).draw()
+
+
+def _memory_chart(run: RunSummary) -> Markup:
+    planned, budget = run.plan.get("peak_bytes"), run.plan.get("budget_bytes")
+    limits = [svg.Limit(f"planned {config.format_size(planned)}", planned / GIB, "c1")] if planned else []
+    if budget and not far_limit(run):
+        limits.append(svg.Limit(f"limit {config.format_size(budget)}", budget / GIB))
+    lines = [svg.Line("resident memory", _gib(run.memory), "tuned")]
+    return svg.LineChart(
+        "Memory while training", lines, "seconds of training", "GiB", limits, from_zero=True, area=True
+    ).draw()
+
+
+def _temperature_chart(run: RunSummary) -> Markup:
+    governor = run.recipe.governor
+    named = (("target", governor.target_celsius, "c1"), ("limit", governor.limit_celsius, "bad"))
+    limits = [svg.Limit(f"{name} {value:g} °C", value, style) for name, value, style in named if value]
+    lines = [svg.Line("processor", _thin(run.heat), "tuned")]
+    return svg.LineChart("Temperature", lines, "seconds since the first reading, with pauses", "°C", limits).draw()
+
+
+def _gib(memory: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(seconds, count / GIB) for seconds, count in _thin(memory)]
+
+
+def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    return points[:: -(-len(points) // MAX_POINTS) or 1]
+
+
+def _smooth(points: svg.Points, share: float = 0.1) -> list[tuple[float, float]]:
+    """A running mean, so that the trend is visible in the noise of the steps."""
+    width = max(1, round(len(points) * share))
+    return [
+        (x, sum(y for _, y in points[max(0, i - width + 1) : i + 1]) / min(i + 1, width))
+        for i, (x, _) in enumerate(points)
+    ]
