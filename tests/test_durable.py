@@ -27,6 +27,7 @@ from edgeft.host.files import sweep
 from edgeft.methods import scheme as schemes
 from edgeft.pipeline import export, planning, stages
 from edgeft.plan import disk, memory
+from edgeft.run.events import ResumeEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import build, checkpoint, loop, trunk
@@ -215,12 +216,12 @@ def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:
 
 def test_a_line_that_was_cut_off_costs_only_itself(tmp_path: Path) -> None:
     run = Run.start(tmp_path / "run", config.Recipe(), False)
-    run.log(event="a")
+    run.log(ResumeEvent(1))
     with run.metrics.open("a") as file:
         file.write('{"time": 1, "eve')
-    run.log(event="b")
-    run.log(event="c")
-    assert [event["event"] for event in run.events()] == ["a", "b", "c"]
+    run.log(ResumeEvent(2))
+    run.log(ResumeEvent(3))
+    assert [event["step"] for event in run.events()] == [1, 2, 3]
 
 
 # ---------------------------------------------------------------- numbers that go bad

@@ -645,7 +645,7 @@ def test_damaged_files_of_a_run(tmp_path: Path) -> None:
     run = Run.start(tmp_path / "run", config.Recipe(), resume=False)
     junk = (b"", b"\0" * 100, b"{", b"[" * 100_000, b"[]", b"\xff\xfe", b'{"kernels": "x"}')
     for content in junk:
-        for file in (run.done, run.exported, run.evaluation, run.peaks, run.metrics, run.path / "engine.json"):
+        for file in (run.done, run.exported, run.evaluation, run.path / "peaks.json", run.metrics):
             file.write_bytes(content)
         run.tokens.write_bytes(content)
         with pytest.raises(RunError, match=r"damaged|cannot read"):

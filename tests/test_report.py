@@ -85,7 +85,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
         )
     events.append({"time": 50, "event": "validation", "step": 40, "heldout_loss": 0.25})
     events.append({"time": 56, "event": "export"})
-    events.append({"time": 66, "event": "eval", "suite": "qa", "who": "base", "seconds": 8.0})
+    events.append({"time": 66, "event": "eval", "suite": "qa", "who": "base", "rows": 64, "seconds": 8.0})
+    for name, worked_s in (("prepare", 1.5), ("search", 20.0), ("trunk", 7.0), ("train", 25.0), ("train", 15.0),
+                           ("export", 6.0), ("eval", 8.0)):  # fmt: skip
+        times = {"begin": 0.0, "end": 9.0, "worked_s": worked_s, "paused_s": 0.0, "peak_bytes": 2**30}
+        events.append({"time": 66, "event": "stage", "stage": name, **times})
     run.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
     run.write_json(run.done, {"steps": 40, "base_loss": 7.0, "best_loss": 0.25, "best_step": 40, "seconds": 48.0,
                               "train_seconds": 40.0, "trained_parameters": 331776, "peak_bytes": 2**30})  # fmt: skip
@@ -181,7 +185,14 @@ def test_report_tells_the_story(run: Run) -> None:
 def test_steps_that_were_done_again_count_once(run: Run) -> None:
     story = load_run_summary(run)
     assert [step for step, _ in story.train_loss] == list(range(1, 41))
-    assert dict(story.stages) == {"prepare": 1.5, "trunk": 7.0, "train": 40.0, "export": 6.0, "evaluate": 8.0}
+    assert dict(story.stages) == {
+        "prepare": 1.5,
+        "search": 20.0,
+        "trunk": 7.0,
+        "train": 40.0,
+        "export": 6.0,
+        "evaluate": 8.0,
+    }
     assert story.memory[-1] == (40.0, 2**30)
 
 
@@ -226,7 +237,7 @@ def test_commands(run: Run, edgeft: Edgeft, tmp_path: Path) -> None:
     assert json.loads(made.stdout) == {"path": str(tmp_path / "r.html"), "bytes": (tmp_path / "r.html").stat().st_size}
     (row,) = json.loads(edgeft("runs", run.path.parent, "--json").stdout)
     assert row["score"] == {"metric": "f1", "base": 2.0, "tuned": 80.0}
-    assert (row["train_rows"], row["recipe"], row["peak_bytes"], row["seconds"]) == (512, "sparse-bp", 2**30, 48.0)
+    assert (row["train_rows"], row["recipe"], row["peak_bytes"], row["seconds"]) == (512, "sparse-bp", 2**30, 82.5)
     assert "My run" in edgeft("runs", run.path.parent).stdout
     refused = edgeft("report", tmp_path)
     assert refused.returncode == 6

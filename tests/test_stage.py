@@ -38,7 +38,12 @@ def fake(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     )
 
 
-ANSWER = "os.write(given['answer'], json.dumps({'peak': 5}).encode())"
+ANSWER = (
+    "times = {'begin': 1.0, 'end': 2.0, 'worked_s': 1.0, 'paused_s': 0.0, 'peak_bytes': 5, 'event': 'stage'}\n"
+    "with open(os.path.join(given['run'], 'metrics.jsonl'), 'a') as log:\n"
+    "    log.write(json.dumps({'stage': given['stage'], **times}) + '\\n')\n"
+    "os.write(given['answer'], json.dumps({'peak': 5}).encode())"
+)
 
 
 def test_stages_are_done_once_and_their_peaks_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,3 +257,24 @@ def test_the_result_has_every_stages_peak(tmp_path: Path, edgeft: Edgeft) -> Non
     assert found["peaks"]["prepare"] < found["peaks"]["train"]
     assert found["peaks"]["train"] == pytest.approx(found["peak_bytes"], rel=0.1)
     assert "steps" in found
+
+
+def test_every_stage_writes_when_it_ran_and_what_it_took(run: Run) -> None:
+    def train_until_stopped() -> None:
+        with run.stage("train"):
+            with run.stage("trunk"):
+                time.sleep(0.02)
+            run.paused_s += 0.01
+            time.sleep(0.03)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_until_stopped()
+    run.metrics.write_text(run.metrics.read_text() + '{"event": "stage", "stage": "train", "begin": "noon"}\n[]\n')
+    trunk, train = run.stages()
+    assert (trunk.stage, trunk.complete, trunk.paused_s) == ("trunk", True, 0.0)
+    assert (train.stage, train.complete, train.paused_s) == ("train", False, 0.01)
+    assert train.begin <= trunk.begin <= trunk.end <= train.end
+    assert 0.02 <= trunk.worked_s < train.end - train.begin - train.worked_s  # and not counted in both
+    assert run.peaks() == {"trunk": trunk.peak_bytes, "train": train.peak_bytes}
+    assert trunk.peak_bytes > 10 << 20

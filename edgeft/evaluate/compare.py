@@ -21,6 +21,7 @@ from edgeft.data.tokens import Encoded
 from edgeft.errors import DataError, RunError
 from edgeft.formats.gguf import GGUF
 from edgeft.formats.source import demo_model, is_gguf, model_source
+from edgeft.run.events import EvalEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train.build import trained_stack
@@ -110,7 +111,7 @@ def score_subject(
     if store and kept:
         store.write_json(kept, to_json(scores))
         seconds = round(time.monotonic() - started, 2)
-        store.log(event="eval", suite=suite.name or "qa", who=subject.who, rows=len(items), seconds=seconds)
+        store.log(EvalEvent(suite.name or "qa", subject.who, len(items), seconds))
     return scores
 
 

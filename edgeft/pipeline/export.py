@@ -14,6 +14,7 @@ from edgeft.data import tokens as data_tokens
 from edgeft.errors import ExportError, RunError
 from edgeft.formats.source import is_gguf
 from edgeft.formats.source import model_source as model_source
+from edgeft.run.events import ExportEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train.build import trained_stack, use_threads
@@ -94,7 +95,7 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress, b
     write_modelfile(out)
     found = asdict(made.checked)
     result = {"path": str(out), "format": "gguf", "bytes": made.bytes, "types": made.types, "check": found}
-    run.log(event="export", **result)
+    run.log(ExportEvent(str(out), "gguf", made.bytes, made.types, found))
     progress.line(
         f"exported {out} ({made.bytes / 2**20:.1f} MiB): llama.cpp agrees with the trainer on "
         f"{found['top1']:.1f} % of {found['tokens']} tokens, mean KL {found['mean_kl']:.4f}"

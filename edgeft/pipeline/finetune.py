@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from edgeft.errors import EdgeftError
-from edgeft.host.files import read_json, write_json
+from edgeft.host.files import read_json
 from edgeft.host.limit import hard_limit
 from edgeft.run.folder import Run
 from edgeft.run.supervise import StageRunner
@@ -37,7 +37,7 @@ def finetune(
 
     fit: what is learned may shrink to fit the budget; enforce: the system holds the stages to it.
     """
-    peaks = read_json(run.peaks) or {}
+    peaks = run.peaks()
     with contextlib.ExitStack() as contexts:
         limit = contexts.enter_context(hard_limit(budget_bytes)) if enforce else None
         children = contexts.enter_context(StageRunner(run, budget_bytes, to_stderr, fit, limit))
@@ -46,14 +46,12 @@ def finetune(
                 continue
             if name == "train" and Run.open(run.path).recipe.update.needs_search:
                 peaks["search"] = children.do("search")  # what it found stands in the run's recipe
-                write_json(run.peaks, peaks)
             try:
                 peaks[name] = children.do(name)
             except EdgeftError:
                 if name == "prepare":
                     run.discard_if_empty()  # a mistake in the call leaves no folder behind
                 raise
-            write_json(run.peaks, peaks)
     if until == STAGES[-1] and not run.recipe.how.keep_data:
         run.drop_data()
     wanted = STAGES[: STAGES.index(until) + 1]

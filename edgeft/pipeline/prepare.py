@@ -13,6 +13,7 @@ from edgeft.errors import DataError
 from edgeft.formats.source import model_source as model_source
 from edgeft.host import device
 from edgeft.pipeline.planning import make_plan
+from edgeft.run.events import PrepareEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 
@@ -61,7 +62,7 @@ def prepare(
         "cut": sum(1 for r in train + heldout if r.cut_tokens),
     }
     seconds, machine = round(time.monotonic() - started, 2), device.this_machine().about.removeprefix("this machine: ")
-    run.log(event="prepare", format=dataset.format, seconds=seconds, machine=machine, **counts)
+    run.log(PrepareEvent(dataset.format, seconds, machine, **counts))
     lost_text = f", {counts['dropped'] + counts['skipped']} left out" if counts["dropped"] + counts["skipped"] else ""
     progress.line(
         f"data: {len(train)} rows to train on, {len(heldout)} held out ({dataset.split}), "

@@ -16,6 +16,7 @@ from edgeft.pipeline.check import check_disk, check_scheme
 from edgeft.pipeline.export import export
 from edgeft.pipeline.planning import make_plan
 from edgeft.pipeline.prepare import prepare
+from edgeft.run.events import SchemeEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train.build import build
@@ -78,7 +79,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
         f"(cut at {scheme.cut}), {trained / 1e6:.2f} M parameters trained"
         + (f", {scheme.cycle_blocks} blocks at a time" if scheme.cycle_blocks else "")
     )
-    run.log(event="scheme", cut=scheme.cut, blocks=list(scheme.blocks), trained_parameters=trained)
+    run.log(SchemeEvent(scheme.cut, list(scheme.blocks), trained))
     trainer = Trainer(run, stack, scheme, parameters, rows, heldout, progress)
     progress.line(f"{trainer.schedule.steps} steps, peak learning rate {trainer.schedule.peak:.2g}")
     weights_id = model_id(source)
@@ -89,6 +90,15 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
 
 def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0, fit: bool = False) -> None:
     """One stage of `edgeft finetune`, in the process that stage.py gave it; what comes out stands in the run folder."""
+    with run.stage(name):
+        _do_stage(run, name, progress, budget_bytes, fit)
+    if name == "eval" and run.evaluation.is_file():
+        from edgeft.report import write_report
+
+        progress.line(f"report: {write_report(run)}")  # with the time of this stage
+
+
+def _do_stage(run: Run, name: str, progress: Progress, budget_bytes: int, fit: bool) -> None:
     source = model_source(run.recipe.model.path)
     if name in ("search", "export", "eval"):
         from edgeft.train.governor import Governor
@@ -112,10 +122,8 @@ def do_stage(run: Run, name: str, progress: Progress, budget_bytes: int = 0, fit
         rows = heldout[: run.recipe.eval.rows]
         if rows:
             from edgeft.evaluate.compare import evaluate_files, evaluate_run
-            from edgeft.report import write_report
 
             if is_gguf(source):
                 evaluate_files(source, str(run.model), rows, run.recipe.eval.max_new_tokens, progress, budget_bytes)
             else:
                 evaluate_run(run, rows, progress)
-            progress.line(f"report: {write_report(run)}")

@@ -6,7 +6,6 @@ Only files of the run and the two models are read; what is missing is None or em
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +17,10 @@ from edgeft.errors import EdgeftError
 from edgeft.formats.gguf import GGUF
 from edgeft.formats.source import demo_model, is_gguf
 from edgeft.methods import scheme as schemes
+from edgeft.run.events import EvalEvent, PauseEvent, PrepareEvent, ValidationEvent, read_events
 from edgeft.run.folder import Run
 
+STAGES = ("prepare", "search", "trunk", "train", "held-out loss", "export", "evaluate")  # as they follow each other
 MAP_ROWS = ("q", "k", "v", "o", "gate", "up", "down", "norms", "biases")
 NAMES = {
     "attn_q": "q",
@@ -95,8 +96,8 @@ def load_run_summary(run: Run) -> RunSummary:
         train_loss=[(e["step"], e["loss"]) for e in steps],
         heldout_loss=[(e["step"], e["heldout_loss"]) for e in checks if _number(e.get("heldout_loss"))],
         memory=_memory(steps),
-        stages=_stages(events, steps),
-        peaks={name: int(b) for name, b in (run.read_json(run.path / "peaks.json") or {}).items() if _number(b)},
+        stages=_stages(run, events, steps),
+        peaks=run.peaks(),
         heat=_heat(events),
         throttled=list(dict.fromkeys(why for e in _governed(events) for why in e.get("throttled") or [])),
         map=tensor_map(run, origin, first["scheme"]),
@@ -155,53 +156,34 @@ def _heat(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
     return [(e["time"] - read[0]["time"], e["celsius"]) for e in read]
 
 
-def paused(events: list[dict[str, Any]], begin: float = 0.0, end: float = math.inf) -> dict[str, float]:
-    """Seconds by reason, of all processes of the run, as written down between two times."""
-    found: dict[str, float] = {}
-    for event in _governed(events):
-        if begin < event["time"] <= end:
-            for why, seconds in (event.get("paused_s") or {}).items():
-                found[why] = found.get(why, 0.0) + float(seconds)
-    return found
+def paused(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds by reason, of all processes of the run."""
+    times: dict[str, float] = {}
+    for event in read_events(PauseEvent, events):
+        for why, seconds in event.paused_s.items():
+            times[why] = times.get(why, 0.0) + float(seconds)
+    return times
 
 
-def _stages(events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple[str, float]]:
-    """Seconds of each stage. What no event names is the time between two events of one process."""
-
-    def at(name: str, last: bool = False, **wanted: Any) -> float | None:
-        times = [
-            float(e["time"])
-            for e in events
-            if e.get("event") == name and "time" in e and all(e.get(k) == v for k, v in wanted.items())
-        ]
-        return (times[-1] if last else times[0]) if times else None
-
-    found: list[tuple[str, float]] = []
-    prepare = next((float(e["seconds"]) for e in events if e.get("event") == "prepare" and "seconds" in e), 0.0)
-    found.append(("prepare", prepare))
-    scheme, start = at("scheme"), at("validation", step=0)
-    checks = [e for e in events if e.get("event") == "validation"]
-    check_s = sum(float(e.get("seconds") or 0.0) for e in checks)
-    if scheme and start:
-        first = float(checks[0].get("seconds") or 0.0) if checks else 0.0
-        named = next((float(e["seconds"]) for e in events if e.get("event") == "trunk" and "seconds" in e), None)
-        lost = sum(paused(events, scheme, start).values())
-        found.append(("trunk", named if named is not None else max(0.0, start - scheme - first - lost)))
-    found.append(("train", sum(float(e.get("seconds") or 0.0) for e in steps)))
-    found.append(("held-out loss", check_s))
-    exported, ended = at("export"), at("validation", last=True)
-    if (
-        exported
-        and ended
-        and not any(e.get("event") == "resume" and ended < e.get("time", 0) < exported for e in events)
-    ):
-        found.append(("export", max(0.0, exported - ended - sum(paused(events, ended, exported).values()))))
-    scored = {
-        (e.get("suite"), e.get("who")): float(e.get("seconds") or 0.0) for e in events if e.get("event") == "eval"
-    }
-    found.append(("evaluate", sum(scored.values())))
-    found += [(f"paused: {why}", seconds) for why, seconds in paused(events).items()]
-    return [(name, seconds) for name, seconds in found if seconds > 0.005]
+def _stages(run: Run, events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Seconds worked by stage, then seconds paused by reason; validation counts apart from training."""
+    checks_s = sum(event.seconds for event in read_events(ValidationEvent, events))
+    scored = {(event.suite, event.who): event.seconds for event in read_events(EvalEvent, events)}
+    times: dict[str, float] = {}
+    for event in run.stages():
+        times[event.stage] = times.get(event.stage, 0.0) + event.worked_s
+    if times:
+        times["train"] = times.get("train", 0.0) - checks_s
+        times["evaluate"] = times.pop("eval", 0.0) or sum(scored.values())
+    else:  # a run made before there were stage events
+        prepared = next((event.seconds for event in read_events(PrepareEvent, events)), 0.0)
+        trained = sum(float(e.get("seconds") or 0.0) for e in steps)
+        times = {"prepare": prepared, "train": trained, "evaluate": sum(scored.values())}
+    order = [*STAGES, *(name for name in times if name not in STAGES)]
+    times["held-out loss"] = checks_s
+    rows = [(name, times.get(name, 0.0)) for name in order]
+    rows += [(f"paused: {why}", seconds) for why, seconds in paused(events).items()]
+    return [(name, seconds) for name, seconds in rows if seconds > 0.005]
 
 
 # ---------------------------------------------------------------- what was updated
@@ -287,7 +269,7 @@ def summary(run: Run) -> dict[str, Any]:
         "best_loss": done.get("best_loss"),
         "base_f1": ((main or {}).get("base") or {}).get("f1"),
         "tuned_f1": ((main or {}).get("tuned") or {}).get("f1"),
-        "seconds": done.get("seconds"),
+        "seconds": round(sum(event.worked_s for event in run.stages()), 2) or done.get("seconds"),
         "train_seconds": done.get("train_seconds"),
-        "peak_bytes": done.get("peak_bytes"),
+        "peak_bytes": max(run.peaks().values(), default=done.get("peak_bytes")),
     }

@@ -6,12 +6,15 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from edgeft import config
 from edgeft.errors import ConfigError, RunError
 from edgeft.host.files import _LEFT, atomic_write, read_json, remove_tree, sweep, wrap_os_errors, write_json
+from edgeft.host.process import peak_bytes
+from edgeft.run.events import Event, StageEvent, read_events
 
 LOCK_WAIT_S = 1.0  # a process that was killed a moment ago may still be on its way out
 
@@ -37,9 +40,10 @@ class Run:
         self.searched = path / "search.json"  # with update.blocks=auto
         self.exported = path / "export.json"
         self.evaluation = path / "eval.json"
-        self.peaks = path / "peaks.json"  # bytes, by stage
         self.model = path / "model.gguf"
         self._lock: IO[str] | None = None
+        self.paused_s = 0.0  # by the governor, in this process
+        self._inner_s = self._inner_paused_s = 0.0  # of stages inside the present one
 
     @staticmethod
     def open(path: str | Path) -> Run:
@@ -160,14 +164,41 @@ class Run:
             remove_tree(path)
         return size + freed
 
-    def log(self, **values: Any) -> None:
+    def log(self, event: Event) -> None:
         """One line of metrics.jsonl."""
-        line = json.dumps({"time": round(time.time(), 3), **values}) + "\n"
+        line = json.dumps({"time": round(time.time(), 3), **event.to_json()}) + "\n"
         with wrap_os_errors(self.metrics), self.metrics.open("ab+") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else "\n" + line  # the one before was cut off
             file.write(line.encode())
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Writes a StageEvent at the end, also when the stage fails or is stopped."""
+        begin, start, complete = time.time(), time.monotonic(), False
+        paused, inner, inner_paused = self.paused_s, self._inner_s, self._inner_paused_s
+        try:
+            yield
+            complete = True
+        finally:
+            paused_s = self.paused_s - paused - (self._inner_paused_s - inner_paused)
+            worked_s = time.monotonic() - start - paused_s - (self._inner_s - inner)
+            self._inner_s, self._inner_paused_s = inner + worked_s + paused_s, inner_paused + paused_s
+            end, worked, waited = round(time.time(), 3), round(worked_s, 3), round(paused_s, 3)
+            with contextlib.nullcontext() if complete else contextlib.suppress(RunError):
+                self.log(StageEvent(name, round(begin, 3), end, worked, waited, peak_bytes(), complete))
+
+    def stages(self) -> list[StageEvent]:
+        return read_events(StageEvent, self.events())
+
+    def peaks(self) -> dict[str, int]:
+        """Highest memory in bytes, by stage."""
+        peaks: dict[str, int] = {}
+        for event in self.stages():
+            peaks[event.stage] = max(event.peak_bytes, peaks.get(event.stage, 0))
+        before = {} if peaks else read_json(self.path / "peaks.json") or {}  # made before there were stage events
+        return peaks or {name: size for name, size in before.items() if isinstance(size, int)}
 
     def read_json(self, path: Path) -> dict[str, Any] | None:
         return read_json(path)

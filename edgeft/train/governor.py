@@ -12,6 +12,7 @@ from collections.abc import Callable
 from edgeft.config import windows
 from edgeft.host import sensors
 from edgeft.host.sensors import Sensors
+from edgeft.run.events import PauseEvent, read_events
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 
@@ -170,6 +171,7 @@ class Governor:
             self._sleep(min(NAP_S, began + seconds - now))
             now = self._clock()
         self.paused_s[why] += now - began
+        self.run.paused_s += now - began
         self._not_own_s += now - began
 
     # ------------------------------------------------ what it cost
@@ -185,12 +187,11 @@ class Governor:
             return
         before = self._logged_s
         lost = {why: round(s - before.get(why, 0.0), 3) for why, s in self.paused_s.items() if s > before.get(why, 0.0)}
-        known = {"celsius": self.celsius, "battery_percent": self.percent, "pausing": self._waiting or None}
-        values = {key: value for key, value in known.items() if value is not None}
-        if lost or values or self.throttled:
-            if self.pace.share < 1:
-                values["share"] = round(self.pace.share, 3)
-            self.run.log(event="governor", paused_s=lost, throttled=self.throttled, **values)
+        if lost or self.throttled or self._waiting or self.celsius is not None or self.percent is not None:
+            share = round(self.pace.share, 3) if self.pace.share < 1 else None
+            self.run.log(
+                PauseEvent(lost, list(self.throttled), self.celsius, self.percent, self._waiting or None, share)
+            )
         self._logged, self._logged_s = at, dict(self.paused_s)
 
     @property
@@ -202,12 +203,12 @@ class Governor:
     def totals(self) -> dict[str, object]:
         """Pauses of all processes of this run; the governor's own seconds of this one."""
         self._log(now=True)
-        events = [e for e in self.run.events() if e.get("event") == "governor"]
+        events = read_events(PauseEvent, self.run.events())
         lost: dict[str, float] = defaultdict(float)
         for event in events:
-            for why, seconds in event["paused_s"].items():
+            for why, seconds in event.paused_s.items():
                 lost[why] += seconds
-        throttled = dict.fromkeys(why for event in events for why in event["throttled"])
+        throttled = dict.fromkeys(why for event in events for why in event.throttled)
         return {
             "paused_s": {why: round(seconds, 2) for why, seconds in lost.items()},
             "throttled": list(throttled),

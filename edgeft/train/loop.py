@@ -35,6 +35,15 @@ from edgeft.methods.scheme import Scheme
 from edgeft.plan import shape_of_config
 from edgeft.plan.flops import step_flops
 from edgeft.plan.schedule import Schedule as Schedule
+from edgeft.run.events import (
+    CheckpointEvent,
+    DamagedEvent,
+    ResumeEvent,
+    RollbackEvent,
+    SkippedEvent,
+    StepEvent,
+    ValidationEvent,
+)
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import checkpoint, trunk
@@ -249,12 +258,13 @@ class Trainer:
         self.began = time.monotonic()
         with stop_requests() as asked:
             self.governor = Governor(self.run, self.progress, asked)
-            found = trunk.prepare(
-                self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, self._between_trunks,
-                self.engine,
-            )  # fmt: skip
-            if found is None:
-                raise self._stopped()
+            with self.run.stage("trunk"):
+                found = trunk.prepare(
+                    self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, self._between_trunks,
+                    self.engine,
+                )  # fmt: skip
+                if found is None:
+                    raise self._stopped()
             self.trunk = found
             page_release.trim()
             self._restore()
@@ -278,7 +288,7 @@ class Trainer:
             of += ", int8" if self.scheme.method == "qas" else ""  # rounded before the first step
             self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
             seconds = round(self.governor.worked_s() - begin, 3)
-            self.run.log(event="validation", step=0, heldout_loss=self.base_loss, seconds=seconds)
+            self.run.log(ValidationEvent(0, self.base_loss, seconds))
             self.progress.line(f"held-out loss before training: {self.base_loss:.4f}")
             self.save()  # the weights that training begins with, to go back to
         saved_at = time.monotonic()
@@ -305,9 +315,10 @@ class Trainer:
                 continue
             rss = self.process.memory_info().rss
             self.run.log(
-                event="step", step=self.step, loss=passed.loss, lr=lr, grad_norm=norm,
-                tokens=passed.tokens, flops=passed.flops, seconds=round(seconds, 4), rss_bytes=rss,
-                planned_bytes=self.watch.planned_bytes, left_s=self._left(seconds),
+                StepEvent(
+                    self.step, passed.loss, lr, norm, passed.tokens, passed.flops, round(seconds, 4), rss,
+                    self.watch.planned_bytes, self._left(seconds),
+                )
             )  # fmt: skip
             note = f"loss {passed.loss:.3f} · {passed.tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"
             self.progress.advance(1, note + self.governor.note)
@@ -367,7 +378,7 @@ class Trainer:
         loss = self.heldout_loss()
         better = loss < self.best_loss or not self.heldout
         seconds = round(self.governor.worked_s() - begin, 3)
-        self.run.log(event="validation", step=self.step, heldout_loss=loss, best=better, seconds=seconds)
+        self.run.log(ValidationEvent(self.step, loss, seconds, better))
         self.progress.line(f"step {self.step}: held-out loss {loss:.4f}{' (best so far)' if better else ''}")
         if better:
             self.best_loss, self.best_step = loss, self.step
@@ -380,7 +391,7 @@ class Trainer:
     def _skipped(self, loss: float, norm: float) -> None:
         """The step left the weights as they were; after several, back to good ones, once."""
         guard, why = self.guard, self.guard.why(loss, norm)
-        self.run.log(event="skipped", step=self.step, why=why, in_row=guard.in_row)
+        self.run.log(SkippedEvent(self.step, why, guard.in_row))
         self.progress.advance(1)
         self.progress.line(f"step {self.step}: {why}; skipped")
         if guard.in_row < guard.LIMIT:
@@ -407,7 +418,7 @@ class Trainer:
         self.guard.back()
         self._write()
         checkpoint.drop_after(self.run.checkpoints, self.step)
-        self.run.log(event="back", step=self.step, rate=self.guard.rate)
+        self.run.log(RollbackEvent(self.step, self.guard.rate))
         self.progress.line(f"back to the weights of step {self.step}, at half the learning rate")
         self.progress.stage("train", self.schedule.steps)
         self.progress.advance(self.step)
@@ -436,7 +447,7 @@ class Trainer:
         self.saved = self.step
         self.save_s = time.monotonic() - begin
         self.checkpoint_s += self.save_s
-        self.run.log(event="checkpoint", step=self.step, seconds=round(self.save_s, 3))
+        self.run.log(CheckpointEvent(self.step, round(self.save_s, 3)))
 
     def _write(self) -> None:
         kept, numbers = self.optimizer.state()
@@ -472,7 +483,7 @@ class Trainer:
             except DamagedError as error:
                 tell(self.run.best, f"{error.message}; the best of the steps from here on is kept")
                 self.best_loss, self.best_step = math.inf, 0
-        self.run.log(event="resume", step=self.step)
+        self.run.log(ResumeEvent(self.step))
         self.progress.line(f"going on after step {self.step}")
 
     def _stopped(self) -> StoppedError:
@@ -491,7 +502,7 @@ def damage(run: Run, progress: Progress) -> checkpoint.Tell:
     """Says what is wrong with a file, on the screen and in metrics."""
 
     def tell(path: Path, what: str) -> None:
-        run.log(event="damaged", file=path.name, what=what)
+        run.log(DamagedEvent(path.name, what))
         progress.line(what)
 
     return tell

@@ -14,6 +14,7 @@ from typing import Any
 
 from edgeft.errors import DoesNotFitError
 from edgeft.host import device
+from edgeft.run.events import MemoryEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 
@@ -88,10 +89,7 @@ class Watch:
         before, self.run.recipe.how.micro_batch_tokens = self.tokens, half
         resident = self._resident()
         self._back()
-        memory = device.memory(self.root)
-        self.run.log(
-            event="memory", why=why, micro_batch_tokens=half, rss_bytes=resident, available_bytes=memory.available_bytes
-        )
+        self.run.log(MemoryEvent(why, resident, half, device.memory(self.root).available_bytes))
         self.progress.line(f"{why}: micro-batches of {half} tokens instead of {before}")
         return True
 
@@ -100,7 +98,7 @@ class Watch:
         return self._refused("the system gave no more memory")
 
     def _refused(self, what: str) -> DoesNotFitError:
-        self.run.log(event="memory", why=what, rss_bytes=self._resident(), stopped=True)
+        self.run.log(MemoryEvent(what, self._resident(), stopped=True))
         return DoesNotFitError(
             f"{what}; stopped, and everything so far is saved",
             f"close other programs and go on with `edgeft finetune --resume --out {self.run.path}`, "
@@ -122,7 +120,7 @@ class Watch:
         self._over = self.tokens
         if self.smaller(f"{resident >> 20} MiB are used, and {self.budget_bytes >> 20} MiB are allowed"):
             return True
-        self.run.log(event="memory", why="over budget", rss_bytes=resident)
+        self.run.log(MemoryEvent("over budget", resident))
         return False
 
     def _back(self) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 
 from edgeft.formats.source import demo_model
 from edgeft.host.limit import Limit, hard_limit
+from edgeft.run.folder import Run
 
 MIB = 2**20
 
@@ -142,7 +143,7 @@ def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str]) 
     result = "done" if not done.returncode else (errors or done.stderr.splitlines() or ["failed"])[-1]
     if kills:
         result = f"killed for memory: {result}"
-    known = json.loads((place / "peaks.json").read_text()) if (place / "peaks.json").is_file() else {}
+    known = Run.open(place).peaks() if (place / "recipe.yaml").is_file() else {}
     return Outcome(
         job.name,
         limit_bytes,
