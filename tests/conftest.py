@@ -1,4 +1,4 @@
-"""What all tests share: the embedded model, and a process that runs the command line."""
+"""Fixtures of all tests: the embedded model, small models and rows, and a process that runs the command line."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import make_model
 import pytest
+import screenshots
+import short_run
 
 from edgeft.formats.source import demo_model
 from edgeft.host import offline
+from tests.support.rows import small_rows
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line does: waiting threads soon sleep
 
@@ -38,6 +41,28 @@ def model() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file of 4 blocks with random weights, and 1,024 tokens of the embedded model's vocabulary."""
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    make_model.make("tiny", "q4_0", path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve rows of the handbook, and four held-out ones."""
+    return small_rows(tmp_path_factory.mktemp("rows") / "rows")
+
+
+@pytest.fixture(scope="session")
+def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight rows and two held-out ones; beside them, in model.gguf, the embedded model's first three blocks."""
+    folder = small_rows(tmp_path_factory.mktemp("three-blocks") / "rows", train=8, heldout=2)
+    short_run.cut_model(folder.with_name("model.gguf"), 3)
+    return folder
+
+
 Edgeft = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -55,21 +80,7 @@ def edgeft() -> Edgeft:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """Headless Chromium, as scripts/screenshots.py uses it."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-    screenshots = import_module("screenshots")
     if not (screenshots.DRIVER and screenshots.CHROMIUM):
         pytest.skip("no browser: apt-get install chromium chromium-driver")
     with screenshots.Browser() as opened:
         yield opened
-
-
-def small_rows(folder: Path, train: int = 12, heldout: int = 4) -> Path:
-    """A folder with a few rows of the handbook: enough to run every stage in seconds."""
-    from edgeft import demo
-
-    source = Path(demo.__file__).parent if hasattr(demo, "__file__") and demo.__file__ else Path("edgeft/demo")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, count in (("train", train), ("heldout", heldout)):
-        lines = (source / f"{name}.jsonl").read_text().splitlines()[:count]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return folder

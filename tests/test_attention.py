@@ -6,40 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft.data.tree import PIECE, Tree
+from edgeft.data.tree import Tree
 from edgeft.engine.attention import attend
-
-
-def forest(kind: str) -> np.ndarray:
-    """Parents of tokens in depth-first order."""
-    random = np.random.default_rng(3)
-    if kind == "chain":
-        return np.arange(-1, 3 * PIECE + 7)
-    if kind == "passages":  # a system prompt, passages longer than a piece, questions below them
-        parents = [-1, *range(19)]
-        for _ in range(3):
-            above = 19
-            for _ in range(PIECE + 30):
-                parents.append(above)
-                above = len(parents) - 1
-            for _ in range(4):
-                at = above
-                for _ in range(25):
-                    parents.append(at)
-                    at = len(parents) - 1
-        return np.array(parents)
-    parents = [-1]
-    for i in range(1, 5 * PIECE):  # depth-first: a parent is the token before or one of its ancestors
-        at = i - 1
-        while at >= 0 and random.random() < 0.3:
-            at = parents[at]
-        parents.append(at)
-    return np.array(parents)
+from tests.support.rows import forest_parents
 
 
 @pytest.mark.parametrize("kind", ["chain", "passages", "random"])
 def test_forward_and_backward_equal_those_of_a_dense_mask(kind: str) -> None:
-    parents = forest(kind)
+    parents = forest_parents(kind)
     tree, length = Tree(parents), len(parents)
     seen = np.zeros((length, length), bool)
     for i, parent in enumerate(parents):
@@ -64,6 +38,6 @@ def test_forward_and_backward_equal_those_of_a_dense_mask(kind: str) -> None:
 
 
 def test_less_is_computed_than_a_dense_table_holds() -> None:
-    parents = forest("passages")
+    parents = forest_parents("passages")
     computed = sum(piece.blocked.size for piece in Tree(parents).pieces)
     assert computed < 0.4 * len(parents) ** 2

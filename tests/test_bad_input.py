@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from edgeft.cli import app
-from tests.conftest import Edgeft, small_rows
+from tests.conftest import Edgeft
+from tests.support.rows import small_rows
 
 runner = CliRunner()
 ROW = '{"question": "How tall is it?", "answer": "47 metres"}\n'
@@ -140,6 +141,10 @@ def test_a_typo_leaves_no_folder_behind(tmp_path: Path) -> None:
         (["export", "nowhere"], 6, "no run folder"),
         (["chat", "nowhere.gguf"], 5, "no model file"),
         (["chat", "."], 6, "no run folder"),
+        (["knobs", "warmups"], 2, "did you mean `warmup`?"),
+        (["knobs", "qqqq"], 2, "`edgeft knobs` lists all"),
+        (["runs", "rm"], 2, "needs the runs to delete"),
+        (["runs", "a", "b"], 2, "takes one folder, not 2"),
         (["data", "nowhere.csv"], 4, "nowhere.csv"),
     ],
 )

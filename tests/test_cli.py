@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from edgeft import config
+from edgeft.cli import app
 from edgeft.formats.gguf import GGUF
 from edgeft.run.folder import Run
-from tests.conftest import Edgeft, small_rows
+from tests.conftest import Edgeft
+from tests.support.rows import small_rows
 
+runner = CliRunner()
 SMALL = [
     part
     for s in ("update.blocks=26-29", "train.epochs=4", "train.batch_rows=4", "train.lr=1e-3")
@@ -198,6 +205,31 @@ def test_looking_around(edgeft: Edgeft, tmp_path: Path) -> None:
     shown = edgeft("data", small_rows(tmp_path / "rows"))
     assert "question/answer" in shown.stdout
     assert "⟦Mirel Osk<|im_end|>⟧" in shown.stdout
+
+
+def test_knobs_lists_every_declared_knob_with_type_default_limits_and_explanation() -> None:
+    knobs = {(k["file"], k["key"]): k for k in json.loads(runner.invoke(app, ["knobs", "--json"]).stdout)}
+    for file, cls in (("recipe", config.Recipe), ("device", config.Device)):
+        for key, field in declared(cls):
+            knob = knobs.pop((file, key))
+            assert knob["about"] == field.metadata["about"], key
+            assert knob["choices"] == list(field.metadata.get("choices", ())), key
+            assert (knob["low"], knob["high"]) == (field.metadata.get("low"), field.metadata.get("high")), key
+    assert {key for _, key in knobs} == {f"update.parts[].{f.name}" for f in dataclasses.fields(config.PartConfig)}
+    shown = " ".join(runner.invoke(app, ["knobs", "WARM"]).stdout.split())
+    assert "train.warmup a number, from 0 to 1; default 0.05 share of the steps with rising" in shown
+    assert "train.epochs" not in shown
+    assert "budget_bytes (device)" in runner.invoke(app, ["knobs", "device"]).stdout
+
+
+def declared(cls: type[Any], prefix: str = "") -> list[tuple[str, dataclasses.Field[Any]]]:
+    """Keys as `--set` takes them."""
+    pairs = []
+    for field in dataclasses.fields(cls):
+        value = getattr(cls(), field.name)
+        key = f"{prefix}{field.name}"
+        pairs += declared(type(value), f"{key}.") if dataclasses.is_dataclass(value) else [(key, field)]
+    return pairs
 
 
 def test_help_and_version_need_no_heavy_library() -> None:

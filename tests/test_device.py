@@ -13,6 +13,7 @@ import pytest
 from edgeft.config import ExecutionConfig, build
 from edgeft.host import device, doctor, sensors
 from edgeft.host.profile import load_device
+from tests.support.machine import tree
 
 GIB = 2**30
 NO_LIMIT = 9223372036854771712  # what version 1 control groups say when there is none
@@ -22,14 +23,6 @@ V2 = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 
 def meminfo(total: int, available: int) -> str:
     return f"MemTotal: {total >> 10} kB\nMemFree: 1024 kB\nMemAvailable: {available >> 10} kB\nSwapTotal: 99999999 kB\n"
-
-
-def tree(root: Path, files: dict[str, str | int]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n" if isinstance(text, int) else text, encoding="utf-8")
-    return root
 
 
 def v1(controller: str, at: str = "/") -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import short_run
 import torch
 
 from edgeft import config, plan
@@ -31,38 +30,12 @@ from edgeft.run.events import ResumeEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import build, checkpoint, loop, trunk
-from tests.conftest import Edgeft, small_rows
-from tests.test_plan import row
+from tests.conftest import Edgeft
+from tests.support.rows import random_row
+from tests.support.runs import THREE_BLOCKS, Lines, start
+from tests.support.runs import last_checkpoint as last
 
 HARNESS = Path(__file__).parent / "harness"
-
-# few and small tensors above a high cut: a step takes a fraction of a second
-QUICK = [
-    *("update.blocks=[1]", "update.tensors=v,o", "train.batch_rows=2", "train.lr=1e-3", "train.epochs=2"),
-    *("how.threads=1", "how.trunk_place=run", "how.checkpoint_s=0", "how.compile=off"),
-]
-
-
-class Lines(Progress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows, and beside them the embedded model's first three blocks."""
-    folder = small_rows(tmp_path_factory.mktemp("durable") / "rows", train=8, heldout=2)
-    short_run.cut_model(folder.with_name("model.gguf"), 3)
-    return folder
-
-
-def start(folder: Path, data: Path, *sets: str, resume: bool = False) -> Run:
-    recipe = config.load_recipe("sparse-bp")
-    recipe.data.path, recipe.model.path = str(data), str(data.with_name("model.gguf"))
-    return Run.start(folder, config.apply_sets(recipe, [*QUICK, *sets]), resume)
 
 
 def again(run: Run) -> Run:
@@ -71,10 +44,6 @@ def again(run: Run) -> Run:
         run._lock.close()
     gc.collect()  # a trainer that is done with holds its run, and so the lock
     return Run.start(run.path, Run.open(run.path).recipe, True)
-
-
-def last(run: Run) -> dict[str, torch.Tensor]:
-    return checkpoint.read(checkpoint.all_of(run.checkpoints)[-1])[0]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -130,8 +99,8 @@ def test_the_one_before_a_damaged_checkpoint_is_used_and_told(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_damaged_files_to_the_same_weights(data: Path, tmp_path: Path) -> None:
-    whole = start(tmp_path / "whole", data)
+def test_a_run_goes_on_from_damaged_files_to_the_same_weights(three_blocks: Path, tmp_path: Path) -> None:
+    whole = start(tmp_path / "whole", three_blocks)
     stages.train(whole, Progress())
     steps = [path.name for path in checkpoint.all_of(whole.checkpoints)]
     assert steps == ["step-00000007.safetensors", "step-00000008.safetensors"]  # one to fall back to
@@ -172,10 +141,10 @@ def test_a_run_goes_on_from_damaged_files_to_the_same_weights(data: Path, tmp_pa
     assert same(checkpoint.read(whole.best)[0], best[0])
 
 
-def test_a_resumed_run_keeps_its_plan(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_its_plan(three_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planned may need less by then (kernels were compiled), and other micro-batches round otherwise."""
-    rows = [row(256, 8, seed) for seed in range(48)]
-    run = start(tmp_path / "run", data, "how.micro_batch_tokens=4096")
+    rows = [random_row(256, 8, seed) for seed in range(48)]
+    run = start(tmp_path / "run", three_blocks, "how.micro_batch_tokens=4096")
 
     def planned(budget_bytes: int) -> tuple[config.ExecutionConfig, int]:
         """As the train stage does, which knows its engine: (how, peak)."""
@@ -247,10 +216,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: dict[int, float], times: int 
 
 @pytest.mark.parametrize("how", [[], ["how.step_in_place=true"]], ids=["together", "in place"])
 def test_a_bad_step_changes_nothing_and_is_counted(
-    how: list[str], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: list[str], three_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {1: math.nan, 3: math.inf})
-    run = start(tmp_path / "run", data, "train.steps=3", "how.keep_checkpoints=9", "train.validations=1", *how)
+    run = start(tmp_path / "run", three_blocks, "train.steps=3", "how.keep_checkpoints=9", "train.validations=1", *how)
     said = Lines()
     stages.train(run, said)
     skipped = [(e["step"], e["why"]) for e in run.events() if e["event"] == "skipped"]
@@ -267,10 +236,10 @@ def test_a_bad_step_changes_nothing_and_is_counted(
 
 @pytest.mark.slow
 def test_several_in_a_row_lead_back_once_at_half_the_rate(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    three_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {5: math.nan, 6: math.inf, 7: math.nan})
-    run = start(tmp_path / "run", data)
+    run = start(tmp_path / "run", three_blocks)
     stages.train(run, Progress())
     events = run.events()
     assert [e["step"] for e in events if e["event"] == "back"] == [4]  # the best so far
@@ -298,7 +267,7 @@ def test_several_in_a_row_lead_back_once_at_half_the_rate(
                 raise Killed
 
         monkeypatch.setattr(loop.Trainer, "_skipped", skipped)
-        broken = start(tmp_path / f"killed-{stop}", data)
+        broken = start(tmp_path / f"killed-{stop}", three_blocks)
         with pytest.raises(Killed):
             stages.train(broken, Progress())
         monkeypatch.setattr(loop.Trainer, "_skipped", plain)
@@ -307,9 +276,11 @@ def test_several_in_a_row_lead_back_once_at_half_the_rate(
         assert same(checkpoint.read(broken.best)[0], checkpoint.read(run.best)[0])
 
 
-def test_a_rate_that_is_far_too_high_ends_with_an_explanation(data: Path, tmp_path: Path) -> None:
+def test_a_rate_that_is_far_too_high_ends_with_an_explanation(three_blocks: Path, tmp_path: Path) -> None:
     """For real: weights of 1e30 make every loss infinite, at half the rate as well."""
-    run = start(tmp_path / "run", data, "train.lr=1e30", "train.epochs=9", "train.validations=2", "train.warmup=0")
+    run = start(
+        tmp_path / "run", three_blocks, "train.lr=1e30", "train.epochs=9", "train.validations=2", "train.warmup=0"
+    )
     said = Lines()
     with pytest.raises(EdgeftError, match="astray again, at half the learning rate") as caught:
         stages.train(run, said)
@@ -337,8 +308,8 @@ def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
     Run.start(tmp_path / "run", config.Recipe(), True)
 
 
-def test_checkpoints_take_a_small_share_of_the_time(data: Path, tmp_path: Path) -> None:
-    run = start(tmp_path / "run", data)
+def test_checkpoints_take_a_small_share_of_the_time(three_blocks: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", three_blocks)
     trainer: Any = loop.Trainer.__new__(loop.Trainer)
     trainer.run, trainer.save_s = run, 6.0
     assert trainer._save_every() == 0
@@ -380,9 +351,11 @@ def test_a_full_disk_is_an_error_and_costs_nothing(small_disk: Path) -> None:
     states.close()
 
 
-def test_a_disk_that_is_too_small_is_told_before_the_start(data: Path, small_disk: Path, edgeft: Edgeft) -> None:
-    sets = [part for s in QUICK for part in ("--set", s)]
-    options = ["--model", data.with_name("model.gguf"), "--data", data, *sets]
+def test_a_disk_that_is_too_small_is_told_before_the_start(
+    three_blocks: Path, small_disk: Path, edgeft: Edgeft
+) -> None:
+    sets = [part for s in THREE_BLOCKS for part in ("--set", s)]
+    options = ["--model", three_blocks.with_name("model.gguf"), "--data", three_blocks, *sets]
     result = edgeft("finetune", "--out", small_disk / "run", *options)
     assert result.returncode == 6
     assert "this run will write" in result.stderr
@@ -391,8 +364,8 @@ def test_a_disk_that_is_too_small_is_told_before_the_start(data: Path, small_dis
     assert not (small_disk / "run").exists()  # nothing was begun
 
 
-def test_what_a_run_will_write(data: Path, tmp_path: Path) -> None:
-    run = start(tmp_path / "run", data, "how.keep_checkpoints=3", "train.steps=5", "train.validations=1")
+def test_what_a_run_will_write(three_blocks: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", three_blocks, "how.keep_checkpoints=3", "train.steps=5", "train.validations=1")
     source = str(run.recipe.model.path)
     shape = plan.shape_of(source, "auto")
     scheme = schemes.make(run.recipe.update, shape.depth, "llama")

@@ -27,9 +27,9 @@ from edgeft.run.progress import Progress
 from edgeft.train import checkpoint, governor
 from edgeft.train.governor import Governor
 from edgeft.ui.screen import Screen
-from tests.conftest import Edgeft, small_rows
-from tests.test_device import tree
-from tests.test_train import command, start, wait_for_step
+from tests.conftest import Edgeft
+from tests.support.machine import tree
+from tests.support.runs import Lines, command, start, wait_for_step
 
 ZONE = "sys/class/thermal/thermal_zone0"
 SUPPLY = "sys/class/power_supply"
@@ -43,14 +43,6 @@ def heat(root: Path, celsius: float) -> None:
     """As the kernel does it: a reader never sees half of it."""
     (root / "new").write_text(f"{round(1000 * celsius)}\n")
     (root / "new").replace(root / ZONE / "temp")
-
-
-class Told(Progress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
 
 
 # ---------------------------------------------------------------- sensors
@@ -282,7 +274,7 @@ def governed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., G
     def make(plant: Plant, *sets: str, **more: object) -> Governor:
         monkeypatch.setenv("EDGEFT_SYSFS", str(plant.root))
         run = Run.start(tmp_path / "run", apply_sets(load_recipe("sparse-bp"), list(sets)), False)
-        return Governor(run, Told(), clock=lambda: plant.now, sleep=plant.sleep, **more)  # type: ignore[arg-type]
+        return Governor(run, Lines(), clock=lambda: plant.now, sleep=plant.sleep, **more)  # type: ignore[arg-type]
 
     return make
 
@@ -453,7 +445,7 @@ def test_the_time_left_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch, capsys
 # ---------------------------------------------------------------- real runs
 
 
-class Weather(Told):
+class Weather(Lines):
     """Makes the machine hot after a step, and cool when it pauses."""
 
     def __init__(self, root: Path, hot_after: int) -> None:
@@ -473,11 +465,6 @@ class Weather(Told):
         super().pause(text)
         self.paused_after.append(self.steps)
         heat(self.root, 45.0)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_rows(tmp_path_factory.mktemp("rows"))
 
 
 @pytest.mark.slow

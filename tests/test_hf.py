@@ -27,9 +27,9 @@ from edgeft.export.hf import export_hf
 from edgeft.export.peft import export_peft
 from edgeft.formats.gguf import GGUF
 from edgeft.formats.safetensors import Weights
-from edgeft.formats.source import demo_model
 from edgeft.formats.tokenizer import GgufTokenizer, HfTokenizer, render
 from edgeft.methods import scheme as schemes
+from tests.support.models import random_hf, reference
 
 TEXTS = [
     "Hello world",
@@ -66,13 +66,6 @@ def near(got: Any, want: Any) -> float:
     return float((got - want).abs().max() / want.abs().max())
 
 
-def reference(folder: Path, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(folder), **{"dtype": torch.float32, **options})
-    return model.eval()
-
-
 def logits_of(model: Any, ids: list[int] = IDS) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([ids])).logits[0, :-1]
@@ -88,31 +81,23 @@ def in_llamacpp(path: Path, ids: list[int] = IDS) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def source() -> Path:
-    path = demo_model()
-    if path is None:
-        pytest.skip("the embedded model is not installed")
-    return path
-
-
-@pytest.fixture(scope="module")
-def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model as a Hugging Face directory, float16, in two shards."""
-    return export_hf(str(source), [], tmp_path_factory.mktemp("hf") / "smollm2")
+    return export_hf(str(model), [], tmp_path_factory.mktemp("hf") / "smollm2")
 
 
 @pytest.fixture(scope="module")
-def tokenizer_files(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_files(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the directory above has of a tokenizer, without its weights."""
     target = tmp_path_factory.mktemp("tokenizer")
-    file = GGUF.open(source)
+    file = GGUF.open(model)
     hf._tokenizer_files(file, gguf_config(file), target)
     return target
 
 
 @pytest.fixture(scope="module")
-def original(source: Path) -> torch.Tensor:
-    return load(source).logits(batch(IDS))
+def original(model: Path) -> torch.Tensor:
+    return load(model).logits(batch(IDS))
 
 
 @pytest.mark.slow
@@ -137,18 +122,18 @@ def test_dense_logits_are_those_of_the_gguf_and_of_transformers(folder: Path, or
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("frozen", "worse"), [("nf4", 0.5), ("int8", 0.05)])
-def test_packed_models_read_text_nearly_as_well(folder: Path, source: Path, frozen: str, worse: float) -> None:
+def test_packed_models_read_text_nearly_as_well(folder: Path, model: Path, frozen: str, worse: float) -> None:
     """In nats per token; that the packing is transformers' own is for the small models below."""
     stack = load_hf(str(folder), frozen)
     text = (Path(__file__).parent.parent / "edgeft" / "demo" / "README.md").read_text(encoding="utf-8")
-    data = batch(GgufTokenizer(source).encode(text)[:100])
-    loss = [torch.nn.functional.cross_entropy(s.logits(data), data.targets).item() for s in (stack, load(source))]
+    data = batch(GgufTokenizer(model).encode(text)[:100])
+    loss = [torch.nn.functional.cross_entropy(s.logits(data), data.targets).item() for s in (stack, load(model))]
     assert 0 < abs(loss[0] - loss[1]) < worse, loss
     assert all(p.dtype != torch.float32 or p.ndim == 1 for p in stack.model.parameters())  # nothing dense is left
 
 
-def test_tokenizer_ids_are_llamacpps(tokenizer_files: Path, source: Path) -> None:
-    ours, theirs = HfTokenizer(tokenizer_files), GgufTokenizer(source)
+def test_tokenizer_ids_are_llamacpps(tokenizer_files: Path, model: Path) -> None:
+    ours, theirs = HfTokenizer(tokenizer_files), GgufTokenizer(model)
     assert ours.template == theirs.template
     assert ours.has_template
     for text in [*TEXTS, render(theirs, MESSAGES, False), render(theirs, MESSAGES[:1], True)]:
@@ -157,20 +142,20 @@ def test_tokenizer_ids_are_llamacpps(tokenizer_files: Path, source: Path) -> Non
 
 
 @pytest.mark.slow
-def test_there_and_back_runs_in_llamacpp(folder: Path, source: Path, tmp_path: Path) -> None:
+def test_there_and_back_runs_in_llamacpp(folder: Path, model: Path, tmp_path: Path) -> None:
     back = hf_to_gguf(str(folder), tmp_path / "back.gguf")
     assert [file.name for file in tmp_path.iterdir()] == ["back.gguf"]
     # llama.cpp rounds activations to 8 bits where weights are packed, and does not where they are float16
-    got, want = in_llamacpp(back), in_llamacpp(source)
+    got, want = in_llamacpp(back), in_llamacpp(model)
     assert (got.argmax(1) == want.argmax(1)).mean() >= 0.9
     assert near(got, want) < 0.05
     assert near(load(back).logits(batch(IDS)), load_hf(str(folder), "dense").logits(batch(IDS))) < 1e-5
-    before, after = GgufTokenizer(source), GgufTokenizer(back)
+    before, after = GgufTokenizer(model), GgufTokenizer(back)
     for text in [*TEXTS, render(before, MESSAGES, False)]:
         assert after.encode(text) == before.encode(text), text
     assert (after.template, after.eog, after.add_bos) == (before.template, before.eog, before.add_bos)
     kept = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type", "tokenizer.ggml.pre")
-    files = GGUF.open(source), GGUF.open(back)
+    files = GGUF.open(model), GGUF.open(back)
     assert all(files[0].get_key(key) == files[1].get_key(key) for key in kept)
 
 
@@ -195,20 +180,20 @@ def plain_grads(model: Any, names: list[str]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_gguf_gradients_are_plain_autograds(source: Path) -> None:
+def test_gguf_gradients_are_plain_autograds(model: Path) -> None:
     """Against the model that transformers itself dequantises from the same file."""
-    stack = load(source)
+    stack = load(model)
     scheme = schemes.make(UpdateConfig(blocks=[2, 20], norms=True), stack.depth, stack.arch)
     got = grads_of(stack, schemes.apply(stack, scheme, 0))
     # in float64: plain autograd in float32 is itself 1e-4 away from it here, through 30 blocks
-    want = plain_grads(reference(source.parent, gguf_file=source.name).double(), list(got))
+    want = plain_grads(reference(model.parent, gguf_file=model.name).double(), list(got))
     assert len(got) == 2 * (7 + 2)
     worst = max(near(got[name], want[name]) for name in got)
     assert worst < 1e-4, worst
 
 
 @pytest.mark.slow
-def test_adapter_loads_in_peft(source: Path, folder: Path, tmp_path: Path) -> None:
+def test_adapter_loads_in_peft(model: Path, folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
     stack = load_hf(str(folder), "dense")
@@ -227,7 +212,7 @@ def test_adapter_loads_in_peft(source: Path, folder: Path, tmp_path: Path) -> No
 
     merged = reference(export_hf(str(folder), schemes.updated(stack, scheme), tmp_path / "merged"))
     assert near(logits_of(merged), ours) < 5e-3  # float16
-    again = reference(export_hf(str(source), schemes.updated(stack, scheme), tmp_path / "again"))
+    again = reference(export_hf(str(model), schemes.updated(stack, scheme), tmp_path / "again"))
     assert near(logits_of(again), ours) < 5e-3
 
 
@@ -274,22 +259,12 @@ def small(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
     parent = tmp_path_factory.mktemp("small")
 
     def make(kind: str) -> Path:
-        import transformers
-
         if kind in made:
             return made[kind]
         family, options = KINDS[kind]
-        config = getattr(transformers, f"{family}Config")(**{**COMMON, **options})
-        torch.manual_seed(7)
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                # large enough that attention is not flat: a wrong rotation or row order must show
-                scale = 0.3 if parameter.ndim == 1 else 1.0 if "embed" in name else 0.2
-                parameter.copy_(torch.randn_like(parameter) * scale + (1.0 if "norm" in name else 0.0))
         # float16 values, so that a GGUF file in float16 holds the very same ones
-        model.half().save_pretrained(parent / kind, max_shard_size="4MB")
-        made[kind] = _with_tokenizer(tokenizer_files, parent / kind)
+        path = random_hf(parent / kind, family, half=True, **{**COMMON, **options})
+        made[kind] = _with_tokenizer(tokenizer_files, path)
         return made[kind]
 
     return make

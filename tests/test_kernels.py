@@ -27,8 +27,8 @@ from edgeft.formats import ggml
 from edgeft.methods import scheme as schemes
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
-from tests.test_attention import forest
-from tests.test_tree import ROWS
+from tests.support.rows import FOREST_ROWS as ROWS
+from tests.support.rows import forest_parents
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -41,7 +41,7 @@ def near(got: torch.Tensor, want: torch.Tensor) -> float:
 def test_attention_is_that_of_a_dense_mask(kind: str, threads: int, some: bool) -> None:
     """some: only a few tokens ask, as in the last block."""
     library = kernels.load()
-    tree = Tree(forest(kind))
+    tree = Tree(forest_parents(kind))
     length, head, groups, width = len(tree.size), 6, 2, 16
     torch.manual_seed(1)
     asked = np.arange(length)[::7] if some else np.arange(length)

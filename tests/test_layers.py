@@ -65,6 +65,23 @@ def test_imports_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_test_imports_another_test() -> None:
+    wrong = [
+        f"{file.name} → {name}"
+        for file in sorted(Path(__file__).parent.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for name in imported(node)
+        if name.split(".")[-1].startswith("test_") or ".test_" in name
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     graph, done, cycles = imports(), set[str](), []
 

@@ -38,13 +38,6 @@ from edgeft.train import checkpoint
 TEXT = "Every linear layer keeps its packed weights in the mapped file, and nothing else."
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
-    make_model.make("tiny", "q4_0", path)
-    return path
-
-
 @pytest.fixture
 def sparing() -> Iterator[None]:
     page_release.enable(True)

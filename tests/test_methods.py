@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import short_run
 import torch
 
 from edgeft import config
@@ -41,9 +40,8 @@ from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import build, checkpoint
 from edgeft.train.loop import CHOOSING_ROWS
-from tests.conftest import small_rows
-from tests.test_hf import reference
-from tests.test_tree import ROWS
+from tests.support.models import random_hf, reference
+from tests.support.rows import FOREST_ROWS as ROWS
 
 IDS = [1, 93, 198, 156, 28, 38, 159, 46, 47, 2, 198, 104, 52, 20, 253, 245, 100, 190, 17, 33]
 SHAPE: dict[str, Any] = {
@@ -67,17 +65,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:
-        import transformers
-
         if family not in made:
-            torch.manual_seed(5)
-            model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SHAPE))
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    scale = 0.3 if parameter.ndim == 1 else 1.0 if "embed" in name else 0.15
-                    parameter.copy_(torch.randn_like(parameter) * scale + (1.0 if "norm" in name else 0.0))
-            made[family] = tmp_path_factory.mktemp("small") / family
-            model.save_pretrained(made[family])
+            folder = tmp_path_factory.mktemp("small") / family
+            made[family] = random_hf(folder, family, scale=0.15, **SHAPE)
         return made[family]
 
     return make
@@ -486,23 +476,15 @@ def test_turns_come_round_and_depend_on_seed_and_step_alone() -> None:
 # ---------------------------------------------------------------- runs
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows, and beside them the embedded model's first three blocks."""
-    folder = small_rows(tmp_path_factory.mktemp("methods") / "rows", train=6, heldout=2)
-    short_run.cut_model(folder.with_name("model.gguf"), 3)
-    return folder
-
-
 QUICK = [
     *("update.blocks=1-2", "update.tensors=v,up", "train.batch_rows=2", "train.lr=1e-3", "train.steps=4"),
     *("how.threads=1", "how.trunk_place=run", "how.checkpoint_s=0", "how.keep_checkpoints=9", "how.products=fp32"),
 ]
 
 
-def start(folder: Path, data: Path, recipe_name: str, *sets: str) -> Run:
+def start(folder: Path, three_blocks: Path, recipe_name: str, *sets: str) -> Run:
     recipe = config.load_recipe(recipe_name)
-    recipe.data.path, recipe.model.path = str(data), str(data.with_name("model.gguf"))
+    recipe.data.path, recipe.model.path = str(three_blocks), str(three_blocks.with_name("model.gguf"))
     return Run.start(folder, config.apply_sets(recipe, [*QUICK, *sets]), False)
 
 
@@ -524,9 +506,9 @@ RUNS = {
 
 
 @pytest.mark.parametrize("way", RUNS)
-def test_resumed_is_the_same_bit_for_bit(data: Path, tmp_path: Path, way: str) -> None:
+def test_resumed_is_the_same_bit_for_bit(three_blocks: Path, tmp_path: Path, way: str) -> None:
     recipe, *sets = RUNS[way]
-    run = start(tmp_path / "run", data, recipe, *sets)
+    run = start(tmp_path / "run", three_blocks, recipe, *sets)
     stages.train(run, Progress())
     done = run.read_json(run.done)
     assert done is not None
@@ -548,13 +530,13 @@ def test_resumed_is_the_same_bit_for_bit(data: Path, tmp_path: Path, way: str) -
     assert all(torch.isfinite(value).all() for _, value in schemes.updated(stack, scheme))
 
 
-def test_channels_are_chosen_by_gradients_once(data: Path, tmp_path: Path) -> None:
-    run = start(tmp_path / "run", data, *RUNS["by gradient"])
+def test_channels_are_chosen_by_gradients_once(three_blocks: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", three_blocks, *RUNS["by gradient"])
     stages.train(run, Progress())
     from edgeft.data import tokens
 
     rows, _ = tokens.load(run.tokens)
-    stack = load(data.with_name("model.gguf"))
+    stack = load(three_blocks.with_name("model.gguf"))
     whole = schemes.make(replace(run.recipe.update, channels=1.0), stack.depth, stack.arch)
     parameters = schemes.apply(stack, whole, 0)
     forest = Forest(rows)
@@ -573,8 +555,8 @@ def test_channels_are_chosen_by_gradients_once(data: Path, tmp_path: Path) -> No
         assert len(common) > len(set(columns.tolist()) & set(range(len(columns))))
 
 
-def test_only_the_blocks_whose_turn_it_is_move(data: Path, tmp_path: Path) -> None:
-    run = start(tmp_path / "run", data, *RUNS["cycle"], "update.blocks=all", "train.steps=3")
+def test_only_the_blocks_whose_turn_it_is_move(three_blocks: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", three_blocks, *RUNS["cycle"], "update.blocks=all", "train.steps=3")
     stages.train(run, Progress())
     scheme = schemes.make(run.recipe.update, 3, "llama")
     for step in range(3):
@@ -618,9 +600,8 @@ def test_what_does_not_go_together_is_refused() -> None:
         ("cycle", ["update.blocks=14-17", "update.cycle_blocks=2", "update.cycle_steps=2"]),
     ],
 )
-def test_every_method_exports_and_llamacpp_agrees(recipe: str, sets: list[str], tmp_path: Path) -> None:
+def test_every_method_exports_and_llamacpp_agrees(recipe: str, sets: list[str], data: Path, tmp_path: Path) -> None:
     """The embedded model itself: a file that does not say what the trainer says is refused."""
-    data = small_rows(tmp_path / "rows", train=12, heldout=4)
     chosen = config.load_recipe(recipe)
     chosen.data.path = str(data)
     settings = [*sets, "train.steps=6", "train.batch_rows=4", "train.validations=1"]

@@ -16,8 +16,6 @@ import torch
 from edgeft import config
 from edgeft.config import Recipe, UpdateConfig
 from edgeft.data.forest import Forest
-from edgeft.data.rows import Row
-from edgeft.data.tokens import Encoded
 from edgeft.engine import kernels, limits
 from edgeft.engine.batch import batch_of
 from edgeft.engine.limits import UNPACKED
@@ -35,21 +33,17 @@ from edgeft.plan.seconds import Rates
 from edgeft.plan.shape import KERNEL_TYPES, shape_of
 from edgeft.train.remaining import Remaining
 from edgeft.ui.plan import lines as plan_lines
-from tests.conftest import Edgeft, small_rows
+from tests.conftest import Edgeft
+from tests.support.rows import random_row, small_rows
 
 RECIPES = config.names("recipe")
 GIB, MIB = 2**30, 2**20
 MACHINE = Machine("a laptop", Rates(2e11, 4e11, 2e10, 3e8, "made up"), True, 2, True, True, True)
 
 
-def row(count: int, targets: int, seed: int = 0) -> Encoded:
-    ids = np.random.default_rng([seed, count]).integers(3, 40_000, count).astype(np.int32)
-    return Encoded(ids, np.arange(count) >= count - targets, Row([], []))
-
-
 def job(model: Path, name: str, *sets: str, tokens: int = 256, rows: int = 32) -> Job:
     recipe = config.apply_sets(config.load_recipe(name), ["how.products=bf16", *sets])
-    encoded = [row(tokens, 8, seed) for seed in range(rows + 4)]
+    encoded = [random_row(tokens, 8, seed) for seed in range(rows + 4)]
     return Job(recipe, shape_of(str(model), recipe.model.frozen), Workload(encoded[4:], encoded[:4], recipe), MACHINE)
 
 
@@ -88,7 +82,7 @@ def test_buffers_are_those_that_the_pool_gives_out(
     stack.kernels = stack.head.kernels = kernels.load()
     stack.half, stack.recompute = half, recompute
     stack.frugal = scheme.method == "tinytl" or not scheme.shares
-    _, batch = batch_of(Forest([row(40, 6), row(24, 5)]), [0, 1])
+    _, batch = batch_of(Forest([random_row(40, 6), random_row(24, 5)]), [0, 1])
     hidden = stack.trunk(batch, scheme.cut)
     pool.resize(128)
     for _ in range(2):  # the second pass finds all that it needs
@@ -108,8 +102,11 @@ def test_numbers_that_stand_in_two_places_are_the_same() -> None:
 
 def test_passes_are_those_that_training_makes(model: Path) -> None:
     recipe = config.apply_sets(config.load_recipe("sparse-bp"), ["train.batch_rows=4"])
-    shared = row(50, 0).ids
-    rows = [dataclasses.replace(row(80, 5, n), ids=np.concatenate([shared, row(30, 5, n).ids])) for n in range(8)]
+    shared = random_row(50, 0).ids
+    rows = [
+        dataclasses.replace(random_row(80, 5, n), ids=np.concatenate([shared, random_row(30, 5, n).ids]))
+        for n in range(8)
+    ]
     load = Workload(rows[:6], rows[6:], recipe)
     assert (load.longest, load.row_tokens, load.tree_tokens) == (80, 480, 50 + 8 * 30)
     steps = load.passes(1024)
@@ -181,7 +178,7 @@ def test_each_way_needs_less(model: Path) -> None:
 
 def test_kernels_are_compiled_to_fit_where_time_alone_is_no_reason(model: Path) -> None:
     recipe = config.apply_sets(config.load_recipe("sparse-bp"), ["train.steps=1"])
-    shape, load_ = shape_of(str(model), "auto"), Workload([row(64, 8)], [row(64, 8, 1)], recipe)
+    shape, load_ = shape_of(str(model), "auto"), Workload([random_row(64, 8)], [random_row(64, 8, 1)], recipe)
     bare = dataclasses.replace(MACHINE, built=False)
     short = Job(recipe, shape, load_, bare)
     assert not short.engine.kernels

@@ -17,7 +17,8 @@ from edgeft.cli import app
 from edgeft.errors import RunError
 from edgeft.host import cache, offline
 from edgeft.run.folder import Run
-from tests.conftest import Edgeft, small_rows
+from tests.conftest import Edgeft
+from tests.support.rows import small_rows
 
 runner = CliRunner()
 QUICK = [part for s in ("update.blocks=28-29", "train.steps=2") for part in ("--set", s)]

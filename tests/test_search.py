@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -26,10 +25,6 @@ from edgeft.engine import kernels
 from edgeft.engine.batch import batch_of
 from edgeft.engine.load_gguf import load
 from edgeft.errors import ConfigError, DataError, DoesNotFitError, RunError
-from edgeft.formats import ggml
-from edgeft.formats import gguf as files
-from edgeft.formats.gguf import GGUF, NewTensor, encode_record
-from edgeft.formats.source import demo_model
 from edgeft.methods import scheme as schemes
 from edgeft.pipeline import prepare
 from edgeft.plan.fit import Machine
@@ -42,47 +37,9 @@ from edgeft.search.budget import Budget
 from edgeft.search.costs import Costs
 from edgeft.search.evolve import SHARES, Schemes, score
 from edgeft.search.problem import parts
-from tests.conftest import Edgeft, small_rows
+from tests.conftest import Edgeft
 
-DEPTH, WIDTH, FFN = 4, 64, 128
-
-
-def tiny_gguf(path: Path) -> Path:
-    """A model of 4 blocks with random weights and the embedded model's vocabulary."""
-    source = demo_model()
-    assert source is not None
-    base, random = GGUF.open(source), np.random.default_rng(0)
-    rows = base.tensors["token_embd.weight"].shape[1]
-    shapes = {"attn_q": (WIDTH, WIDTH), "attn_k": (32, WIDTH), "attn_v": (32, WIDTH), "attn_output": (WIDTH, WIDTH)}
-    shapes |= {"ffn_gate": (FFN, WIDTH), "ffn_up": (FFN, WIDTH), "ffn_down": (WIDTH, FFN)}
-    arrays = {"token_embd.weight": random.standard_normal((rows, WIDTH)) * 0.3, "output_norm.weight": np.ones(WIDTH)}
-    for block in range(DEPTH):
-        for name, shape in shapes.items():
-            arrays[f"blk.{block}.{name}.weight"] = random.standard_normal(shape) * shape[1] ** -0.5
-        arrays |= {f"blk.{block}.{name}.weight": np.ones(WIDTH) for name in ("attn_norm", "ffn_norm")}
-    tensors = []
-    for name, values in arrays.items():
-        kind = ggml.type_id("q8_0") if values.ndim == 2 else ggml.F32
-        data = ggml.pack(np.atleast_2d(values).astype(np.float32), kind)
-        tensors.append(NewTensor(name, values.shape[::-1], kind, data.nbytes, functools.partial(np.asarray, data)))
-    numbers = {"block_count": DEPTH, "embedding_length": WIDTH, "feed_forward_length": FFN, "context_length": 512}
-    numbers |= {"attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 32}
-    own = {f"llama.{key}" for key in numbers} | {"llama.attention.key_length", "llama.attention.value_length"}
-    records = [base.record(key) for key in base.records if key not in own]
-    records += [encode_record(f"llama.{key}", 4, value) for key, value in numbers.items()]
-    with path.open("wb") as file:
-        files.write(file, records, tensors)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_rows(tmp_path_factory.mktemp("rows"))
+DEPTH, WIDTH = 4, 128  # of the fixture `tiny`
 
 
 def rows(count: int, seed: int = 0) -> list[Encoded]:

@@ -21,7 +21,8 @@ from edgeft.host import device, limit
 from edgeft.pipeline import finetune
 from edgeft.run import supervise
 from edgeft.run.folder import Run
-from tests.conftest import Edgeft, small_rows
+from tests.conftest import Edgeft
+from tests.support.rows import small_rows
 
 QUICK = ["update.blocks=27-28", "update.tensors=v,o", "train.batch_rows=2", "how.threads=1", "train.steps=2000"]
 

@@ -6,14 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from edgeft import config
 from edgeft.config import TrainConfig
 from edgeft.errors import RunError
 from edgeft.pipeline import stages
@@ -21,21 +18,8 @@ from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import checkpoint
 from edgeft.train.loop import Schedule
-from tests.conftest import Edgeft, small_rows
-
-# few and small tensors above a high cut: a step takes a fraction of a second
-QUICK = ["update.blocks=27-28", "update.tensors=v,o", "train.batch_rows=2", "train.lr=1e-3", "how.threads=1"]
-
-
-def start(folder: Path, data: Path, *sets: str, resume: bool = False) -> Run:
-    recipe = config.load_recipe("sparse-bp")
-    recipe.data.path = str(data)
-    return Run.start(folder, config.apply_sets(recipe, [*QUICK, "how.trunk_place=run", *sets]), resume)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_rows(tmp_path_factory.mktemp("rows"))
+from tests.conftest import Edgeft
+from tests.support.runs import command, start, wait_for_step
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -112,24 +96,6 @@ def test_a_run_folder_is_for_one_run(data: Path, tmp_path: Path) -> None:
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     with pytest.raises(RunError, match="no run folder"):
         start(tmp_path / "full", data)
-
-
-def command(folder: Path, data: Path, *more: str) -> list[str]:
-    sets = [
-        part for s in [*QUICK, "train.epochs=3", "how.checkpoint_s=0", "how.trunk_place=run"] for part in ("--set", s)
-    ]
-    return [sys.executable, "-m", "edgeft", "finetune", "--data", str(data), "--out", str(folder), *sets, *more]
-
-
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        events = Run.open(run).events() if (run / "recipe.yaml").exists() else []
-        if any(event["event"] == "step" and event["step"] >= step for event in events):
-            return
-        assert process.poll() is None, "it ended before it could be stopped"
-        time.sleep(0.02)
-    raise AssertionError("it did not get there")
 
 
 @pytest.mark.slow

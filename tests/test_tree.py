@@ -10,25 +10,11 @@ import torch
 
 from edgeft.config import UpdateConfig
 from edgeft.data.forest import Forest, epoch_order
-from edgeft.data.rows import Row
-from edgeft.data.tokens import Encoded
 from edgeft.engine.batch import batch_of
 from edgeft.engine.load_gguf import load
 from edgeft.methods import scheme
-
-
-def row(ids: list[int], trained_from: int) -> Encoded:
-    return Encoded(np.array(ids, np.int32), np.arange(len(ids)) >= trained_from, Row([], []))
-
-
-ROWS = [
-    row([1, 5, 6, 7, 100, 101], 4),
-    row([1, 5, 6, 8, 102], 4),
-    row([1, 5, 6, 7, 103], 4),  # the same prompt as the first row, another answer
-    row([1, 9, 104, 105, 106], 2),
-    row([50, 51, 52, 53], 1),  # shares nothing
-    row([1, 5, 6, 7, 100, 101], 4),  # stands twice
-]
+from tests.support.rows import FOREST_ROWS as ROWS
+from tests.support.rows import encoded
 
 
 def test_every_shared_token_stands_once() -> None:
@@ -71,7 +57,7 @@ def test_order_is_a_permutation_and_repeats_only_for_the_same_seed_and_epoch() -
 
 def test_rows_on_one_passage_stay_together() -> None:
     passages = [list(range(100 * p, 100 * p + 40)) for p in range(1, 6)]
-    rows = [row([*passage, 7, q], 41) for q in range(3) for passage in passages]
+    rows = [encoded([*passage, 7, q], 41) for q in range(3) for passage in passages]
     groups = Forest(rows).groups(list(range(len(rows))))
     assert sorted(map(sorted, groups)) == [[p, p + 5, p + 10] for p in range(5)]
 
@@ -109,5 +95,5 @@ def test_loss_and_gradients_equal_those_of_single_rows(model: Path, recompute: b
 
 def test_a_template_that_all_rows_begin_with_makes_no_group() -> None:
     template = list(range(1000, 1030))
-    rows = [row([*template, 5, q, 7, q + 1], 32) for q in range(10, 40)]  # 31 of 34 tokens are the same in all
+    rows = [encoded([*template, 5, q, 7, q + 1], 32) for q in range(10, 40)]  # 31 of 34 tokens are the same in all
     assert len(Forest(rows).groups(list(range(len(rows))))) == len(rows)

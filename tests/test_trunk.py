@@ -32,7 +32,8 @@ from edgeft.pipeline import prepare as preparing
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import trunk
-from tests.conftest import Edgeft, small_rows
+from tests.conftest import Edgeft
+from tests.support.rows import small_rows
 
 CUT = 3
 

@@ -17,18 +17,12 @@ from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import checkpoint, loop
 from edgeft.train.watch import LOOK_S, Watch, is_refusal
-from tests.conftest import Edgeft, small_rows
-from tests.test_durable import Lines, last, short_run, start
+from tests.conftest import Edgeft
+from tests.support.rows import small_rows
+from tests.support.runs import Lines, start
+from tests.support.runs import last_checkpoint as last
 
 MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows, and beside them the embedded model's first three blocks."""
-    folder = small_rows(tmp_path_factory.mktemp("watch") / "rows", train=8, heldout=2)
-    short_run.cut_model(folder.with_name("model.gguf"), 3)
-    return folder
 
 
 class Machine:
@@ -186,11 +180,11 @@ def shortage(monkeypatch: pytest.MonkeyPatch, looks: list[str]) -> None:
     monkeypatch.setattr(Watch, "check_memory", look)
 
 
-def test_smaller_passes_add_up_to_the_same(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smaller_passes_add_up_to_the_same(three_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = ("train.steps=1", "train.batch_rows=8", "how.micro_batch_tokens=512", "train.clip=0", "train.lr=1e-4")
-    whole = start(tmp_path / "whole", data, *sets)
+    whole = start(tmp_path / "whole", three_blocks, *sets)
     stages.train(whole, Progress())
-    cut = start(tmp_path / "cut", data, *sets)
+    cut = start(tmp_path / "cut", three_blocks, *sets)
     shortage(monkeypatch, ["smaller"])
     stages.train(cut, Progress())
     (step,) = (e for e in cut.events() if e["event"] == "step")
@@ -203,13 +197,13 @@ def test_smaller_passes_add_up_to_the_same(data: Path, tmp_path: Path, monkeypat
 
 
 def test_it_saves_and_stops_with_3_and_can_be_resumed(
-    data: Path,
+    three_blocks: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = start(tmp_path / "whole", data, "train.steps=3")
+    whole = start(tmp_path / "whole", three_blocks, "train.steps=3")
     stages.train(whole, Progress())
-    run = start(tmp_path / "run", data, "train.steps=3")
+    run = start(tmp_path / "run", three_blocks, "train.steps=3")
     with monkeypatch.context() as patch:
         shortage(patch, ["", "", "stop"])
         with pytest.raises(DoesNotFitError, match="everything so far is saved"):
@@ -224,7 +218,9 @@ def test_it_saves_and_stops_with_3_and_can_be_resumed(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)  # the step that was broken off is taken anew
 
 
-def test_refused_memory_makes_passes_smaller(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_memory_makes_passes_smaller(
+    three_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, refused = loop.Trainer.loss, [1]
 
     def loss(self: loop.Trainer, nodes: Any, batch: Any) -> torch.Tensor:
@@ -234,12 +230,12 @@ def test_refused_memory_makes_passes_smaller(data: Path, tmp_path: Path, monkeyp
         return plain(self, nodes, batch)
 
     monkeypatch.setattr(loop.Trainer, "loss", loss)
-    run = start(tmp_path / "run", data, "train.steps=2", "how.micro_batch_tokens=512")
+    run = start(tmp_path / "run", three_blocks, "train.steps=2", "how.micro_batch_tokens=512")
     stages.train(run, Progress())
     assert [e["micro_batch_tokens"] for e in run.events() if e["event"] == "memory"] == [256]
     assert (run.read_json(run.done) or {})["steps"] == 2
     refused += [1, 1, 1, 1]
-    short = start(tmp_path / "short", data, "train.steps=2", "how.micro_batch_tokens=128")
+    short = start(tmp_path / "short", three_blocks, "train.steps=2", "how.micro_batch_tokens=128")
     with pytest.raises(DoesNotFitError, match="the system gave no more memory"):
         stages.train(short, Progress())
 

@@ -18,7 +18,7 @@ from edgeft.methods import scheme as schemes
 from edgeft.plan import shape_of_config
 from edgeft.plan.flops import step_flops
 from edgeft.train.trunk import Trunk
-from tests.test_tree import ROWS
+from tests.support.rows import FOREST_ROWS as ROWS
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """Every knob, declared once; strict YAML; and what a run's options come to."""
 
+from edgeft.config.knobs import Knob, knobs
 from edgeft.config.reader import build, dump, read_yaml, scalar
 from edgeft.config.resolve import (
+    DEFAULT_RECIPE,
+    Options,
     apply_sets,
     check_heat,
     exists,
@@ -9,6 +12,7 @@ from edgeft.config.resolve import (
     load_recipe,
     names,
     place,
+    recipe_of,
     shipped,
     use_profile,
 )

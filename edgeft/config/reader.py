@@ -172,6 +172,10 @@ def _short(construct: Any) -> Any:
     return checked
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _short(_Loader.construct_yaml_int))
+_Loader.add_constructor("tag:yaml.org,2002:float", _short(_Loader.construct_yaml_float))
+
+
 def _parse(text: str) -> Any:
     """One YAML document; whatever is wrong with it is a YAMLError."""
     try:
@@ -214,6 +218,9 @@ class _Dumper(yaml.SafeDumper):
 def _quote(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     rare = any(mark in text for mark in "\x85\u2028\u2029")
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if rare else None)
+
+
+_Dumper.add_representer(str, _quote)
 
 
 def dump(recipe: Recipe) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from edgeft.config.reader import _Dumper, _Loader, _parse, _quote, _short, _suggest, build, read_yaml
+from edgeft.config.reader import _parse, _suggest, build, read_yaml
 from edgeft.config.schema import Device, ExecutionConfig, GovernorConfig, Recipe
 from edgeft.errors import ConfigError
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _short(_Loader.construct_yaml_int))
-
-_Loader.add_constructor("tag:yaml.org,2002:float", _short(_Loader.construct_yaml_float))
+DEFAULT_RECIPE = "sparse-bp"
 
 
 def place(path: str | Path) -> Path:
@@ -76,7 +76,7 @@ def check_heat(governor: GovernorConfig) -> None:
         )
 
 
-def apply_sets(recipe: Recipe, sets: list[str]) -> Recipe:
+def apply_sets(recipe: Recipe, sets: Sequence[str]) -> Recipe:
     """`--set train.lr=2e-4`: one knob each, read as YAML."""
     for item in sets:
         key, sign, text = item.partition("=")
@@ -105,12 +105,53 @@ def _set_value(key: str, text: str) -> Any:
     return value
 
 
-def use_profile(recipe: Recipe, profile: Device) -> None:
-    recipe.how = build(ExecutionConfig, profile.how, "how", recipe.how)
-    recipe.governor = build(GovernorConfig, profile.governor, "governor", recipe.governor)
+def use_profile(recipe: Recipe, profile: Device) -> Recipe:
+    how = build(ExecutionConfig, profile.how, "how", recipe.how)
+    return dataclasses.replace(
+        recipe, how=how, governor=build(GovernorConfig, profile.governor, "governor", recipe.governor)
+    )
 
 
-_Dumper.add_representer(str, _quote)
+@dataclass(frozen=True)
+class Options:
+    """The options of a command that choose what runs; None: not given."""
+
+    recipe: str | None = None
+    device: str | None = None
+    model: str | None = None
+    data: str | None = None
+    sets: tuple[str, ...] = ()
+
+
+def recipe_of(options: Options, profile: Device, earlier: Recipe | None = None) -> Recipe:
+    """Recipe, then the device's `how`, then the options; a resumed run starts from its earlier recipe instead."""
+    if earlier is None:
+        recipe = use_profile(load_recipe(options.recipe or DEFAULT_RECIPE), profile)
+    else:
+        recipe = earlier
+        if options.recipe is not None:
+            named = load_recipe(options.recipe)
+            recipe = dataclasses.replace(recipe, name=named.name, update=named.update, train=named.train)
+        if options.device is not None:
+            recipe = use_profile(recipe, profile)
+    model, data = recipe.model, recipe.data
+    recipe = dataclasses.replace(
+        recipe,
+        model=model if options.model is None else dataclasses.replace(model, path=options.model),
+        data=data if options.data is None else dataclasses.replace(data, path=options.data),
+    )
+    return _absolute(apply_sets(recipe, options.sets))
+
+
+def _absolute(recipe: Recipe) -> Recipe:
+    """With absolute paths: a run can be resumed from another folder."""
+
+    def full(path: str | None) -> str | None:
+        return str(place(path).resolve()) if path and exists(path) else path
+
+    model = dataclasses.replace(recipe.model, path=full(recipe.model.path))
+    data = dataclasses.replace(recipe.data, path=full(recipe.data.path), heldout=full(recipe.data.heldout))
+    return dataclasses.replace(recipe, model=model, data=data)
 
 
 def learning_identity(recipe: Recipe) -> dict[str, Any]:

@@ -32,7 +32,5 @@ def load_device(name: str) -> Device:
 
 def resolve(recipe: str, device: str, sets: list[str]) -> tuple[Recipe, Device]:
     """Recipe file, then the device's `how` and `governor`, then `--set`: later ones win."""
-    chosen = load_recipe(recipe)
-    profile = load_device(device)
-    use_profile(chosen, profile)
-    return apply_sets(chosen, sets), profile
+    named, profile = load_recipe(recipe), load_device(device)
+    return apply_sets(use_profile(named, profile), sets), profile
