@@ -16,7 +16,10 @@ fi
 say "lint and format"
 ruff check .
 ruff format --check .
-say "types"
+say "types, here and on other systems"
 mypy
+for platform in darwin win32; do
+  mypy --platform $platform --cache-dir .mypy_cache/$platform edgeft
+done
 say "tests"
 python -m pytest "$@"

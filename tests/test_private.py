@@ -43,7 +43,7 @@ def made_entry(name: str, *users: Path) -> cache.Entry:
     with cache.changing(root):
         entry = cache.Entry(root / name)
     entry.path.mkdir()
-    assert entry.alone()
+    assert entry.lock_if_unused()
     entry.states.write_bytes(bytes(100))
     entry.write_note({"crc32": 1})
     for user in users:

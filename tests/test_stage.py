@@ -87,7 +87,7 @@ def test_a_stage_that_takes_more_than_its_limit_is_told(run: Run, monkeypatch: p
 
     monkeypatch.setattr(finetune, "hard_limit", noted)
     fake(monkeypatch, "taken = bytearray(b'1') * (400 << 20)")
-    with pytest.raises(DoesNotFitError, match="the prepare stage took more than 128 MiB and was ended") as caught:
+    with pytest.raises(DoesNotFitError, match="the prepare stage used more than 128 MiB and was killed") as caught:
         finetune.finetune(run, "eval", 128 << 20, enforce=True)
     assert caught.value.exit_code == 3
     assert len(groups) == 1

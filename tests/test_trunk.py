@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -28,6 +27,7 @@ from edgeft.engine.stack import Stack
 from edgeft.errors import ModelError, RunError
 from edgeft.formats import hub
 from edgeft.host import cache
+from edgeft.host.locks import LockFile
 from edgeft.pipeline import prepare as preparing
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
@@ -248,12 +248,11 @@ def test_two_at_once_make_it_once(tmp_path: Path, stack: Stack, shared: Path) ->
 
 def test_a_lock_of_a_folder_that_was_taken_away_is_not_taken_for_the_new_one(shared: Path) -> None:
     first, second = cache.Entry(shared / "x"), cache.Entry(shared / "x")
-    assert first._try(fcntl.LOCK_EX)
-    handle = os.open(second.lock_file, os.O_RDWR)
-    first.remove()
-    second._lock = handle
-    assert not second._try(fcntl.LOCK_EX)
-    assert second._try(fcntl.LOCK_EX)  # the second time with a folder of its own
+    assert first._try()
+    second._lock = LockFile(second.lock_file)
+    first.delete()
+    assert not second._try()
+    assert second._try()  # the second time with a folder of its own
 
 
 def test_int8_keeps_small_channels_beside_huge_ones() -> None:

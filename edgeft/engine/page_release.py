@@ -5,8 +5,7 @@ Numbers stay the same. Pages come again from the system's cache, if that has roo
 
 from __future__ import annotations
 
-import ctypes
-import sys
+from edgeft.host.system import set_malloc_option, trim_malloc
 
 on = False
 
@@ -22,24 +21,16 @@ def enable(wanted: bool) -> None:
     on = wanted
     if wanted:
         large_apart()
-        _tell(M_ARENA_MAX, 1)
+        set_malloc_option(M_ARENA_MAX, 1)
 
 
 def large_apart() -> None:
     """Freed buffers go back at once, at the price of fresh pages for the next; for this process from now on."""
-    _tell(M_MMAP_THRESHOLD, LARGE_BYTES)
-    _tell(M_TRIM_THRESHOLD, LARGE_BYTES)
-
-
-def _tell(what: int, value: int) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None  # musl has none
-    if mallopt is not None:
-        mallopt(what, value)
+    set_malloc_option(M_MMAP_THRESHOLD, LARGE_BYTES)
+    set_malloc_option(M_TRIM_THRESHOLD, LARGE_BYTES)
 
 
 def trim(always: bool = False) -> None:
     """Gives back what lies free now; where memory is not short, it is mostly about to be used again."""
-    wanted = (on or always) and sys.platform == "linux"
-    trim_all = getattr(ctypes.CDLL(None), "malloc_trim", None) if wanted else None
-    if trim_all is not None:
-        trim_all(0)
+    if on or always:
+        trim_malloc()

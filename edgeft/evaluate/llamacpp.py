@@ -22,6 +22,7 @@ from edgeft.evaluate.ask import Ask, Progress, Response
 from edgeft.evaluate.branches import Branch, Cell, Floats, Step, common
 from edgeft.evaluate.crowd import BatchScorer
 from edgeft.host import device
+from edgeft.host.system import allowed_cpus
 from edgeft.plan.limits import BATCH, CACHE_BYTES, CACHE_SHARE, OUTPUTS
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class LlamaFile:
         self.vocab_size: int = api.llama_vocab_n_tokens(self._vocab)
         self.trained_ctx: int = api.llama_model_n_ctx_train(self._model)
         self.n_ctx = n_ctx or self.trained_ctx
-        self.threads = threads or cores()
+        self.threads = threads or len(allowed_cpus())
         self.parallel = parallel
         # a recurrent state cannot be cut back to a prefix
         self._cuttable = not (api.llama_model_is_recurrent(self._model) or api.llama_model_is_hybrid(self._model))
@@ -368,11 +369,6 @@ def room(asked: int) -> int:
     """Memory that may be used: what is available, and no more than was asked for (0: as much as there is)."""
     available = device.memory().available_bytes
     return min(asked, available) if asked else available
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _choose(logits: Floats, temperature: float, top_p: float, random: np.random.Generator) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 
 from edgeft.errors import ModelError
+from edgeft.host.system import advise
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 QUANT_SIZES = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}  # (values, bytes) of a block
@@ -256,13 +257,13 @@ def fetch(data: np.ndarray) -> None:
 
 def _advise(data: np.ndarray, advice: str) -> None:
     mapped = getattr(data, "_mmap", None)  # numpy's: none for a copy in memory
-    if not isinstance(mapped, mmap.mmap) or not data.nbytes or not hasattr(mmap, advice):
+    if not isinstance(mapped, mmap.mmap) or not data.nbytes:
         return
     offset = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
     begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: the edges may be a neighbour's
     end = (offset + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end:
-        mapped.madvise(getattr(mmap, advice), begin, end - begin)
+        advise(mapped, advice, begin, end - begin)
 
 
 # ---------------------------------------------------------------- writing

@@ -6,7 +6,6 @@ An entry is made by one process, used by any number at once, and taken away only
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeft.host.files import read_json, write_json
+from edgeft.host.locks import LockFile
 
 POLL_S = 0.2  # while another process makes what is wanted
 
@@ -57,7 +57,7 @@ class Entry:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.note_file, self.states, self.lock_file = path / "note.json", path / "states.bin", path / "lock"
-        self._lock: int | None = None
+        self._lock: LockFile | None = None
 
     @property
     def note(self) -> dict[str, Any]:
@@ -83,58 +83,56 @@ class Entry:
 
     # ------------------------------------------------ the lock
 
-    def _try(self, how: int) -> bool:
-        """Takes the lock, if it can be had now and still is the one of this folder."""
+    def _try(self, shared: bool = False) -> bool:
+        """Takes the lock if it is free and its file is still the one in this folder."""
         if self._lock is None:
             self.path.mkdir(parents=True, exist_ok=True)
             self.path.chmod(0o700)  # it is made from the user's data
-            self._lock = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, how | fcntl.LOCK_NB)
-            there, ours = os.stat(self.lock_file), os.fstat(self._lock)
-        except OSError:  # held by another process, or taken away with its folder
+            self._lock = LockFile(self.lock_file)
+        taken = False
+        with contextlib.suppress(OSError):
+            taken = (self._lock.shared() if shared else self._lock.exclusive()) and self._lock.is_current()
+        if not taken:
             self.close()
-            return False
-        if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):  # taken away, and made anew by another process
-            self.close()
-            return False
-        return True
+        return taken
 
     def acquire(self, whole: Callable[[], bool], stopping: Callable[[], bool], waiting: Callable[[], None]) -> str:
-        """`make`: this process alone has it; `use`: it is whole and others use it too; nothing: asked to stop."""
-        told = False
+        """`make`: this process alone has it; `use`: it is complete and others may use it too; "": asked to stop."""
+        reported = False
         while not stopping():
-            found = "make" if self._try(fcntl.LOCK_EX) else "use" if self._try(fcntl.LOCK_SH) and whole() else ""
-            if found:
+            state = "make" if self._try() else "use" if self._try(shared=True) and whole() else ""
+            if state:
                 os.utime(self.lock_file)
-                return found
+                return state
             self.close()
-            if not told:
+            if not reported:
                 waiting()
-                told = True
+                reported = True
             time.sleep(POLL_S)
         return ""
 
     def share(self) -> None:
-        """Others may use it too from now on, and nobody may take it away."""
+        """Others may use it too from now on, and nobody may delete it."""
         assert self._lock is not None
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._lock.shared()
 
-    def alone(self) -> bool:
-        """Takes it if nobody else has it."""
-        return self.path.is_dir() and self._try(fcntl.LOCK_EX)
+    def lock_if_unused(self) -> bool:
+        return self.path.is_dir() and self._try()
 
     def close(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
 
-    def remove(self) -> None:
-        """Takes it away; the caller has it alone. The lock goes last."""
-        for file in sorted(self.path.iterdir(), key=lambda f: f == self.lock_file):
-            file.unlink(missing_ok=True)
+    def delete(self) -> None:
+        """The caller holds the exclusive lock, which goes last."""
+        assert self._lock is not None
+        for file in self.path.iterdir():
+            if file != self.lock_file:
+                file.unlink(missing_ok=True)
+        self._lock.delete()
         self.path.rmdir()
-        self.close()
+        self._lock = None
 
 
 def entries(root: Path) -> list[Entry]:
@@ -148,12 +146,9 @@ def changing(root: Path) -> Iterator[None]:
     """One process at a time makes room and takes it."""
     private(root.parent)
     private(root)
-    handle = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with contextlib.closing(LockFile(root / "lock")) as lock:
+        lock.exclusive(wait=True)
         yield
-    finally:
-        os.close(handle)
 
 
 def make_room(root: Path, keep: Entry, need: int, limit: int) -> list[str]:
@@ -217,9 +212,9 @@ def clear(root: Path) -> tuple[int, int]:
 
 def _take_away(entry: Entry) -> bool:
     try:
-        if not entry.alone():
+        if not entry.lock_if_unused():
             return False
-        entry.remove()
+        entry.delete()
     except OSError:  # of another user, or a read-only disk
         return False
     finally:
@@ -234,7 +229,7 @@ def listing(root: Path) -> list[dict[str, Any]]:
         note, size, used = entry.note, entry.bytes(), entry.used()
         free = False
         with contextlib.suppress(OSError):
-            free = entry.alone()
+            free = entry.lock_if_unused()
         entry.close()
         rows.append(
             {

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from edgeft.config import Device
 from edgeft.host import cache
+from edgeft.host.system import allowed_cpus
 
 ROOT = Path("/")
 
@@ -183,13 +183,6 @@ def memory(root: Path = ROOT) -> Memory:
             cached = sum(stat_value(stat, f"{before}{kind}_file") or 0 for kind in ("inactive", "active"))
             available = min(available, max(0, here - max(0, (used or 0) - cached)))
     return Memory(physical, limit if limit < physical else None, available)
-
-
-def allowed_cpus() -> set[int]:
-    """Logical CPUs this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))  # macOS
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from edgeft.host import cache, device, profile, sensors
 from edgeft.host.device import ROOT, read_text
+from edgeft.host.system import allowed_cpus
 
 PACKAGES = ("edgeft", "torch", "transformers", "llama-cpp-python", "bitsandbytes")
 
@@ -322,7 +323,7 @@ def examine(root: Path = ROOT, folder: Path | None = None, refresh: bool = False
         "cpu": {
             "name": device.cpu_name(root),
             "cores": profile.cores,
-            "logical_cpus": len(device.allowed_cpus()),
+            "logical_cpus": len(allowed_cpus()),
             "quota": quota,
             "simd": simd(root),
         },

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shutil
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +17,8 @@ from typing import IO, Any
 from edgeft.errors import RunError
 
 MAX_JSON_BYTES = 256 << 20  # a file is read whole
+
+_SEEK = threading.Lock()  # Windows cannot read or write at an offset: it seeks first
 
 _LEFT = re.compile(r"\..+\.(\d{1,9})(?:\.[^.]*)?\.tmp")  # the number is its process
 
@@ -65,22 +69,14 @@ def sync_folder(folder: Path) -> None:
 
 def sweep(folder: Path, locked: bool = False) -> None:
     """Takes away what processes that were killed left half written; locked: only this one writes there."""
+    import psutil
+
     for path in folder.glob(".*.tmp"):
         owner = _LEFT.fullmatch(path.name)
         # by the number alone, one that was killed a moment ago, or another that has its number now, would seem alive
-        if owner and (int(owner[1]) != os.getpid() if locked else not _lives(int(owner[1]))):
+        if owner and (int(owner[1]) != os.getpid() if locked else not psutil.pid_exists(int(owner[1]))):
             with contextlib.suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _lives(number: int) -> bool:
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # of another user
-        pass
-    return True
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -99,10 +95,39 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """A file, a link itself, or a folder with all that is in it; nothing if it is not there."""
-    import shutil
-
+    """Deletes a file, a link itself, or a folder with all that is in it, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)  # it does not follow links
     else:
         path.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- parts of an open file
+
+
+def open_handle(path: Path, flags: int) -> int:
+    """os.open for bytes; a new file is readable by its user alone."""
+    return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o600)
+
+
+def read_at(handle: int, buffer: memoryview, offset: int) -> int:
+    """Bytes read into the buffer; 0 at the end of the file."""
+    if sys.platform != "win32":
+        return os.preadv(handle, [buffer], offset)
+    with _SEEK:
+        os.lseek(handle, offset, os.SEEK_SET)
+        data = os.read(handle, len(buffer))
+    buffer[: len(data)] = data
+    return len(data)
+
+
+def write_at(handle: int, data: memoryview | bytes, offset: int) -> None:
+    """Writes all of it."""
+    done = 0
+    while done < len(data):
+        if sys.platform != "win32":
+            done += os.pwrite(handle, data[done:], offset + done)
+            continue
+        with _SEEK:
+            os.lseek(handle, offset + done, os.SEEK_SET)
+            done += os.write(handle, data[done:])

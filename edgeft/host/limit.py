@@ -1,27 +1,28 @@
-"""A hard limit on the memory of processes: a control group made for them, or RLIMIT_DATA where none can be made.
+"""A hard limit on the memory of child processes: a control group for them, or RLIMIT_DATA where none can be made.
 
-The group lies below one that this process is in, so that limits which hold for it go on to hold; it is gone afterwards.
+The group lies below a group of this process, so that its limits still hold; it is deleted afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgeft.errors import ConfigError
 from edgeft.host.device import ROOT, control_groups, read_int, read_text, stat_value
 
-ENDING_S = 5.0  # that processes of a group are given to be gone after they were killed
+ENDING_S = 5.0  # longest wait for killed processes of a group to end
 
 
 @dataclass(frozen=True)
 class Limit:
-    """`join` is called in a child before it becomes its program: Popen(…, preexec_fn=limit.join)."""
+    """A child calls `join` before it becomes its program: Popen(…, preexec_fn=limit.join)."""
 
     bytes: int
     kind: str  # `cgroup v2`, `cgroup v1` or `RLIMIT_DATA`
@@ -30,8 +31,8 @@ class Limit:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most that was in memory at a time, pages of files included: those fill a group to its limit, and give way.
-        None where only the process itself can say (RLIMIT_DATA)."""
+        """Peak, pages of files included: they fill a group up to its limit, and are dropped on demand.
+        None with RLIMIT_DATA, where only the process itself knows."""
         if self.group is None:
             return None
         names = ("memory.peak", "memory.max_usage_in_bytes")  # the first since Linux 5.19
@@ -39,17 +40,17 @@ class Limit:
 
     @property
     def used_bytes(self) -> int | None:
-        """Memory that is in use now and could not be given back: no pages of files."""
+        """Memory in use now that cannot be reclaimed: without pages of files."""
         if self.group is None:
             return None
         stat = self.group / "memory.stat"
-        found = stat_value(stat, "anon") if self.kind == "cgroup v2" else stat_value(stat, "total_rss")
-        shared = stat_value(stat, "shmem") or 0  # files in memory alone
-        return None if found is None else found + shared
+        anonymous = stat_value(stat, "anon") if self.kind == "cgroup v2" else stat_value(stat, "total_rss")
+        shared = stat_value(stat, "shmem") or 0  # tmpfs
+        return None if anonymous is None else anonymous + shared
 
     @property
     def kills(self) -> int | None:
-        """Processes that the system has ended because the limit was reached."""
+        """Processes that the system killed at the limit."""
         if self.group is None:
             return None
         place = "memory.events" if self.kind == "cgroup v2" else "memory.oom_control"
@@ -58,12 +59,14 @@ class Limit:
 
 @contextmanager
 def hard_limit(bytes: int, root: Path = ROOT) -> Iterator[Limit]:
-    """For processes that are started within the context, and their children: more than so much is refused or killed."""
-    found = _make_group(bytes, root)
-    if found is None:
+    """For processes started within the context, and their children: more memory is refused, or the process killed."""
+    made = _make_group(bytes, root)
+    if made is None and sys.platform == "win32":
+        raise ConfigError("--enforce is not available on Windows", "leave it out: the plan keeps to --memory by itself")
+    if made is None:
         yield Limit(bytes, "RLIMIT_DATA", lambda: _limit_data(bytes))
         return
-    version, group = found
+    version, group = made
     try:
         yield Limit(bytes, f"cgroup v{version}", lambda: _enter(group), group)
     finally:
@@ -71,11 +74,11 @@ def hard_limit(bytes: int, root: Path = ROOT) -> Iterator[Limit]:
 
 
 def can_make_group(root: Path = ROOT) -> bool:
-    """Tries it: permissions alone do not tell."""
-    found = _make_group(64 << 20, root)
-    if found:
-        _remove(found[1])
-    return found is not None
+    """By trial: permissions alone do not show it."""
+    made = _make_group(64 << 20, root)
+    if made:
+        _remove(made[1])
+    return made is not None
 
 
 def _make_group(bytes: int, root: Path) -> tuple[int, Path] | None:
@@ -93,7 +96,7 @@ def _make_group(bytes: int, root: Path) -> tuple[int, Path] | None:
             else:
                 (group / "memory.limit_in_bytes").write_text(str(bytes))
                 swap = group / "memory.memsw.limit_in_bytes", str(bytes)
-            with contextlib.suppress(OSError):  # there is none where the system does not count swap
+            with contextlib.suppress(OSError):  # absent where the system does not count swap
                 swap[0].write_text(swap[1])
             return version, group
         except OSError:
@@ -102,10 +105,10 @@ def _make_group(bytes: int, root: Path) -> tuple[int, Path] | None:
 
 
 def _parents(root: Path) -> Iterator[tuple[int, Path]]:
-    """Groups in which one for a limited process may be made.
+    """Groups in which a limited group may be made.
 
-    Version 1: this process's own. Version 2 lets no group hold both processes and limited groups, the topmost aside, so
-    there it is the nearest one above that hands memory limits on; but never above a limit that this process is under.
+    Version 1: this process's own. In version 2 no group but the topmost may hold both processes and limited groups, so
+    it is the nearest ancestor that passes memory limits on, but never above a limit on this process.
     """
     limited = False
     own_v1 = False
@@ -120,11 +123,11 @@ def _parents(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _sweep(parent: Path) -> None:
-    """Takes away empty groups of processes that were killed before they could."""
+    """Deletes empty groups that killed processes left."""
     for group in parent.glob("edgeft-*-*"):
         pid = group.name.split("-")[1]
         if pid.isdigit() and not Path("/proc", pid).exists():
-            with contextlib.suppress(OSError):  # somebody is still in it
+            with contextlib.suppress(OSError):  # not empty
                 group.rmdir()
 
 
@@ -133,26 +136,29 @@ def _enter(group: Path) -> None:
 
 
 def _limit_data(bytes: int) -> None:
-    import resource
+    if sys.platform != "win32":
+        import resource
 
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    least = bytes if hard == resource.RLIM_INFINITY else min(bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (least, least))
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        lowest = bytes if hard == resource.RLIM_INFINITY else min(bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (lowest, lowest))
 
 
 def _remove(group: Path) -> None:
-    """Whoever is still in it was started for it, and ends with it."""
+    """Kills the processes that are still in it, and deletes it."""
+    import psutil
+
     deadline = time.monotonic() + ENDING_S
     while True:
         for pid in read_text(group / "cgroup.procs").split():
-            with contextlib.suppress(OSError):
-                os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(int(pid)).kill()
         try:
             group.rmdir()
             return
         except FileNotFoundError:
             return
-        except OSError:  # busy: somebody is still ending
+        except OSError:  # busy: a process is still ending
             if time.monotonic() > deadline:
                 return
             time.sleep(0.02)

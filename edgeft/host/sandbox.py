@@ -1,7 +1,7 @@
-"""Templates and patterns that came with a model or a suite, run in a small process of their own.
+"""Runs templates and patterns that came with a model or a suite in a small process of their own.
 
-They are programs by strangers: whatever one does, an answer or an error comes within SECONDS, and its process has no
-more than BYTES of memory, opens no file or socket and starts no program.
+They are untrusted programs: an answer or an error comes within SECONDS, and the process has at most BYTES of memory,
+opens no file or socket and starts no program (Windows: the time limit only).
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ import contextlib
 import functools
 import importlib
 import json
+import mmap
 import os
-import signal
 import subprocess
 import sys
 import threading
 from datetime import datetime
 from typing import IO, Any
 
-SECONDS = 10.0  # for one piece of work; an honest template takes less than a millisecond
+from edgeft.host import system
+
+SECONDS = 10.0  # for one request; an ordinary template takes less than a millisecond
 BYTES = 512 << 20  # of memory, beyond what the process needs to start
-OUTPUT_CHARS, OUTPUT_TIMES = 1 << 20, 16  # longest output: so much, and so many times the length of what was given
+OUTPUT_CHARS, OUTPUT_TIMES = 1 << 20, 16  # longest output: OUTPUT_CHARS + OUTPUT_TIMES × the length of the input
 SOURCE_CHARS = 1 << 20  # of a template or pattern
 
-# As in run/supervise.py: no module is looked for in the current folder, among the user's own files.
+# As in run/supervise.py: no module is imported from the current folder, where the user's own files are.
 BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; "
     "import json; sys.path[:] = json.loads(sys.argv[1])['path']; from edgeft.host.sandbox import main; main()"
@@ -35,7 +37,7 @@ class Broken(Exception):
 
 
 class Failed(Exception):
-    """It does not take what it was given, or takes too long, or needs too much."""
+    """It raises an error on its input, or needs too much time or memory."""
 
 
 def chat(source: str, values: dict[str, Any]) -> str:
@@ -49,12 +51,12 @@ def chat_as_llama_cpp(source: str, values: dict[str, Any]) -> str:
 
 
 def prompt(source: str, values: dict[str, Any]) -> str:
-    """A jinja template in which every name must be known."""
+    """A jinja template in which every name must be defined."""
     return _ask(False, "prompt", source, values)
 
 
 def search(pattern: str, text: str) -> str:
-    """The first group of a regular expression's first match, or nothing."""
+    """The first group of a regular expression's first match, or ""."""
     return _ask(False, "search", pattern, {"text": text})
 
 
@@ -63,7 +65,7 @@ def check(kind: str, source: str) -> None:
     _ask(False, f"check {kind}", source, {})
 
 
-# ---------------------------------------------------------------- this side
+# ---------------------------------------------------------------- in this process
 
 
 def _ask(peer: bool, kind: str, source: str, values: dict[str, Any]) -> str:
@@ -78,12 +80,12 @@ def _worker(peer: bool) -> _Worker:
 
 
 class _Worker:
-    """One process, started when it is needed, and again after it was ended."""
+    """One process, started when it is needed, and again after it ended."""
 
     def __init__(self, peer: bool) -> None:
         self.peer = peer
         self.process: subprocess.Popen[bytes] | None = None
-        self.owner = 0  # a forked child must not talk to its parent's
+        self.owner = 0  # a forked child must not use its parent's
         self.lock = threading.Lock()
 
     def ask(self, work: dict[str, Any]) -> str:
@@ -92,32 +94,32 @@ class _Worker:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                _send(process.stdin, work)
-                found = _receive(process.stdout)
-            except BaseException as error:  # Ctrl-C, too: an answer that nobody waits for must not be the next one's
+                with system.time_limit(process, SECONDS) as killed:
+                    _send(process.stdin, work)
+                    answer = _receive(process.stdout)
+            except BaseException as error:  # Ctrl-C too: the next request must not get this one's answer
                 self._end()
                 if isinstance(error, (OSError, ValueError)):
                     raise Failed("its process ended") from None
                 raise
-            if found is None:
+            if answer is None:
                 code = process.wait()
                 self._end()
-                late = code == -signal.SIGALRM
+                late = killed.is_set() or system.ended_by_alarm(code)
                 raise Failed(f"it takes longer than {SECONDS:g} s" if late else "it needs too much memory")
-        if "text" in found:
-            return str(found["text"])
-        raise (Broken if found.get("broken") else Failed)(str(found.get("error")))
+        if "text" in answer:
+            return str(answer["text"])
+        raise (Broken if answer.get("broken") else Failed)(str(answer.get("error")))
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
             given = json.dumps({"path": [p for p in sys.path if p], "peer": self.peer, "bytes": BYTES})
-            # A session of its own: Ctrl-C in the terminal is for this process alone.
             self.process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, given],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                **system.child_options(),
             )
             self.owner = os.getpid()
         return self.process
@@ -140,42 +142,44 @@ def _send(file: IO[bytes], values: dict[str, Any]) -> None:
 
 
 def _receive(file: IO[bytes]) -> dict[str, Any] | None:
-    """None: the other side is gone."""
+    """None: the other process ended."""
     head = file.read(8)
     length = int.from_bytes(head, "little")
     data = file.read(length) if len(head) == 8 else b""
     return dict(json.loads(data)) if len(head) == 8 and len(data) == length else None
 
 
-# ---------------------------------------------------------------- the other side
+# ---------------------------------------------------------------- in the sandbox's process
 
 
 def main() -> None:
-    """Works until its parent closes the pipe, or is gone."""
+    """Answers requests until its parent closes the pipe or ends."""
     given = json.loads(sys.argv[1])
     source, target = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    for name in ("jinja2.debug", "linecache", "random", "traceback"):  # what jinja imports only when it needs it
+    for name in ("jinja2.debug", "linecache", "random", "traceback"):  # jinja imports these late, when no file opens
         importlib.import_module(name)
     _chat("{{ strftime_now('%d %b %Y') }}", {})
     if given["peer"]:
         _peer("x", {"messages": [], "bos_token": "", "eos_token": ""})
     _limit(given["bytes"])
     while work := _receive(source):
-        signal.setitimer(signal.ITIMER_REAL, work["seconds"])  # its SIGALRM ends the process, whatever it is doing
+        system.set_alarm(work["seconds"])
         answer = _work(work)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        system.set_alarm(0)
         _send(target, answer)
 
 
 def _limit(memory: int) -> None:
+    if sys.platform == "win32":
+        return
     import resource
 
     with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
-        memory += int(file.read().split()[0]) * resource.getpagesize()
+        memory += int(file.read().split()[0]) * mmap.PAGESIZE
     limits = {"RLIMIT_AS": memory, "RLIMIT_CORE": 0, "RLIMIT_FSIZE": 0, "RLIMIT_NPROC": 0, "RLIMIT_NOFILE": 0}
     for name, value in limits.items():
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # not every system knows every one
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # not every system has every one
             resource.setrlimit(getattr(resource, name), (value, value))
 
 

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from edgeft.errors import DoesNotFitError, EdgeftError
-from edgeft.host.process import die_with_parent, lower_priority, peak_bytes
+from edgeft.host.system import die_with_parent, inherited, lower_priority, peak_bytes, stop_signals
 from edgeft.run.folder import Run
 from edgeft.run.supervise import ERROR_BYTES, STOPPED
 
@@ -18,9 +18,9 @@ def main() -> None:
     """A stage's process. It prints progress; an error goes to the parent, which prints it."""
     given = json.loads(sys.argv[1])
     die_with_parent(given["parent"])
-    for handle in (given["answer"], given["lock"]):
-        if handle is not None:
-            os.set_inheritable(handle, False)
+    answer = inherited(given["answer"])
+    if given["lock"] is not None:
+        inherited(given["lock"])
     asked: list[int] = []
 
     def interrupt(number: int, frame: Any) -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         if len(asked) == 1 or number == signal.SIGINT:
             raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         signal.signal(number, interrupt)
     code, said = 0, {}
     try:
@@ -57,5 +57,5 @@ def main() -> None:
     except BrokenPipeError:
         said["pipe"] = []
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write has no reader
-    os.write(given["answer"], json.dumps({**said, "peak": peak_bytes()}).encode())
+    os.write(answer, json.dumps({**said, "peak": peak_bytes()}).encode())
     sys.exit(code)

@@ -8,12 +8,13 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from edgeft import config
 from edgeft.errors import ConfigError, RunError
 from edgeft.host.files import _LEFT, atomic_write, read_json, remove_tree, sweep, wrap_os_errors, write_json
-from edgeft.host.process import peak_bytes
+from edgeft.host.locks import LockFile
+from edgeft.host.system import peak_bytes
 from edgeft.run.events import Event, StageEvent, read_events
 
 LOCK_WAIT_S = 1.0  # a process that was killed a moment ago may still be on its way out
@@ -41,7 +42,7 @@ class Run:
         self.exported = path / "export.json"
         self.evaluation = path / "eval.json"
         self.model = path / "model.gguf"
-        self._lock: IO[str] | None = None
+        self._lock: LockFile | None = None
         self.paused_s = 0.0  # by the governor, in this process
         self._inner_s = self._inner_paused_s = 0.0  # of stages inside the present one
 
@@ -95,25 +96,17 @@ class Run:
 
     def lock(self) -> None:
         """Held until this process ends, however it ends."""
-        import fcntl
-
-        with wrap_os_errors(self.path / "lock"):
-            self._lock = (self.path / "lock").open("w")
         deadline = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
+        with wrap_os_errors(self.path / "lock"):
+            self._lock = LockFile(self.path / "lock")
+            while not self._lock.exclusive():
                 if time.monotonic() > deadline:
-                    raise RunError(
-                        f"{self.path} is in use by another process", "wait for it, or stop it first"
-                    ) from None
-            time.sleep(0.05)
+                    raise RunError(f"{self.path} is in use by another process", "wait for it, or stop it first")
+                time.sleep(0.05)
 
     def lock_handle(self) -> int | None:
         """For a stage's own process, which holds the same lock until it ends."""
-        return None if self._lock is None else self._lock.fileno()
+        return None if self._lock is None else self._lock.handle
 
     def discard_if_empty(self) -> None:
         """Takes away a folder in which nothing has been made yet."""

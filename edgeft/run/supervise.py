@@ -1,4 +1,7 @@
-"""Stages in processes of their own: the peak of one is not added to the next."""
+"""Runs each stage in a process of its own, so that the memory peak of one is not added to the next.
+
+A stage ends with this process, gets each request to stop once, and holds the lock of the run for as long as it lives.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,15 @@ import sys
 from typing import Any
 
 from edgeft.errors import DoesNotFitError, EdgeftError, KilledError, StoppedError
+from edgeft.host import system
 from edgeft.host.limit import Limit
 from edgeft.run.folder import Run
 
 STOPPED = 130  # the exit code after Ctrl-C or SIGTERM
 
-ERROR_BYTES = 4000  # of a message handed to the parent: always fits into a pipe
+ERROR_BYTES = 4000  # of a message to the parent: always fits into a pipe
 
-# Not `python -m edgeft`: that would look for modules in the current folder first, among the user's own files.
+# Not `python -m edgeft`: that would import modules from the current folder first, where the user's own files are.
 BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; "
     "import json; sys.path[:] = json.loads(sys.argv[1])['path']; from edgeft.pipeline.worker import main; main()"
@@ -26,7 +30,7 @@ BOOT = (
 
 
 class StageRunner:
-    """Runs one stage at a time; as a context, it passes on what asks this process to stop."""
+    """Runs one stage at a time; as a context, it passes requests to stop on to the stage."""
 
     def __init__(
         self, run: Run, budget_bytes: int, to_stderr: bool, fit: bool = False, limit: Limit | None = None
@@ -34,15 +38,14 @@ class StageRunner:
         self.run, self.budget_bytes, self.to_stderr, self.fit = run, budget_bytes, to_stderr, fit
         self.limit = limit
         self.child: subprocess.Popen[bytes] | None = None
-        self.asked = 0  # how often this process was asked to stop
+        self.asked = 0  # requests to stop so far
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StageRunner:
-        with contextlib.suppress(ValueError):  # not the main thread: the caller stops us in its own way
-            for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError):  # not the main thread: signals are the caller's
+            for number in system.stop_signals():
                 self._before[number] = signal.signal(number, self._stop)
-            if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
-                self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._pause)
+            self._before |= system.handle_suspend(self._suspend)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,26 +53,23 @@ class StageRunner:
             signal.signal(number, handler)
 
     def _stop(self, number: int, frame: Any) -> None:
-        """The first request goes on as SIGTERM, whatever it was: if the stage was sent a SIGINT as well, it still sees
-        one request only. A second Ctrl-C is not held back."""
+        """The first request is passed on as SIGTERM, whatever it was: a stage that also got the SIGINT still sees one
+        request only. A second Ctrl-C is passed on as it is."""
         self.asked += 1
         if self.child is not None:
-            self.child.send_signal(signal.SIGTERM if self.asked == 1 else number)
+            system.request_stop(self.child, signal.SIGTERM if self.asked == 1 else number)
 
-    def _pause(self, number: int, frame: Any) -> None:
-        """Ctrl-Z: the stage is in a session of its own and does not hear it."""
-        if self.child is not None:
-            self.child.send_signal(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)  # until `fg` or `bg`
-        if self.child is not None:
-            self.child.send_signal(signal.SIGCONT)
+    def _suspend(self, number: int, frame: Any) -> None:
+        """Ctrl-Z does not reach the stage, which is in a session of its own."""
+        system.suspend_with(self.child)
 
     def do(self, name: str) -> int:
-        """One stage from start to end; its peak in bytes."""
+        """Runs one stage to its end; returns its peak in bytes."""
         if self.asked:
             raise KeyboardInterrupt
         answers, answer = os.pipe()
         lock = self.run.lock_handle()
+        handles = [system.inheritable(handle) for handle in (answer, lock) if handle is not None]
         given = {
             "path": sys.path,
             "run": str(self.run.path),
@@ -77,61 +77,52 @@ class StageRunner:
             "budget_bytes": self.budget_bytes,
             "fit": self.fit,
             "to_stderr": self.to_stderr,
-            "answer": answer,
-            "lock": lock,
+            "answer": handles[0],
+            "lock": handles[1] if len(handles) > 1 else None,
             "parent": os.getpid(),
         }
         command = [sys.executable, "-c", BOOT, json.dumps(given), f"edgeft {name}"]
         sys.stdout.flush()
         try:
-            # A session of its own: Ctrl-C in the terminal reaches this process alone, and the stage exactly once.
-            child = subprocess.Popen(
-                command,
-                pass_fds=[answer] if lock is None else [answer, lock],
-                start_new_session=True,
-                preexec_fn=self.limit.join if self.limit else None,
-            )
+            child = subprocess.Popen(command, **system.child_options(handles, self.limit.join if self.limit else None))
             self.child = child
             os.close(answer)
-            if self.asked:  # while it was being started
-                child.send_signal(signal.SIGTERM)
+            if self.asked:  # while it was starting
+                system.request_stop(child)
             code = child.wait()
             self.child = None
-            os.set_blocking(answers, False)
-            said = b""
-            with contextlib.suppress(BlockingIOError):  # a grandchild may hold the other end
-                said = os.read(answers, 1 << 16)
+            data = system.read_available(answers, 1 << 16)
         finally:
             os.close(answers)
-        return self._result(name, code, said)
+        return self._result(name, code, data)
 
-    def _result(self, name: str, code: int, said: bytes) -> int:
+    def _result(self, name: str, code: int, data: bytes) -> int:
         try:
-            found = json.loads(said)
+            result = json.loads(data)
         except ValueError:
-            found = {}
-        if "error" in found:
-            error = (DoesNotFitError if code == DoesNotFitError.exit_code else EdgeftError)(*found["error"])
+            result = {}
+        if "error" in result:
+            error = (DoesNotFitError if code == DoesNotFitError.exit_code else EdgeftError)(*result["error"])
             error.exit_code = code
             raise error
-        if "pipe" in found:
+        if "pipe" in result:
             raise BrokenPipeError
         if code == STOPPED:
             raise KeyboardInterrupt
         hint = f"go on with `edgeft finetune --resume --out {self.run.path}`"
-        if code < 0 and self.asked:  # before it could listen
-            raise StoppedError(f"stopped in the {name} stage; what was complete is kept", hint)
-        if code == -signal.SIGKILL and self.limit is not None and self.limit.kills:
+        if code < 0 and self.asked:  # before it could handle signals
+            raise StoppedError(f"stopped in the {name} stage; completed work is kept", hint)
+        if system.was_killed(code) and self.limit is not None and self.limit.kills:
             raise DoesNotFitError(
-                f"the {name} stage took more than {self.limit.bytes >> 20} MiB and was ended by the limit that "
+                f"the {name} stage used more than {self.limit.bytes >> 20} MiB and was killed by the limit that "
                 f"--enforce set ({self.limit.kind})",
-                f"{hint} and a larger --memory; what was complete is kept",
+                f"{hint} and a larger --memory; completed work is kept",
             )
         if code < 0:
             killed = signal.Signals(-code)
-            memory = " (out of memory?)" if killed == signal.SIGKILL else ""
+            memory = " (out of memory?)" if system.was_killed(code) else ""
             smaller = "; `--set how.micro_batch_tokens=256` needs less memory" if memory and name == "train" else ""
             raise KilledError(f"the {name} stage was killed by {killed.name}{memory}", hint + smaller, killed)
-        if code:  # a bug: its traceback stands on the screen
+        if code:  # a bug: its traceback is on the screen
             raise SystemExit(code)
-        return int(found["peak"])
+        return int(result["peak"])

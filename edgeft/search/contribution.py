@@ -27,6 +27,7 @@ from edgeft.data.tokens import Encoded
 from edgeft.engine.batch import Batch, batch_of
 from edgeft.engine.stack import Stack, set_submodule
 from edgeft.errors import DataError
+from edgeft.host.files import open_handle
 from edgeft.methods import scheme as schemes
 from edgeft.methods.scheme import Scheme, channel_count
 from edgeft.plan.flops import HELDOUT_TOKENS, PART_TOKENS, SAMPLE_TOKENS, part_tokens
@@ -127,7 +128,7 @@ class Inputs:
         self.whole.touch()
 
     def _write(self, block: int, part: int, hidden: Tensor) -> None:
-        handle = os.open(self._file(block), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = open_handle(self._file(block), os.O_WRONLY | os.O_CREAT)
         with os.fdopen(handle, "wb") as file:
             file.seek(4 * self.width * int(self.starts[part]))
             file.write(hidden.contiguous().numpy().data)

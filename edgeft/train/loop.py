@@ -28,7 +28,7 @@ from edgeft.engine.limits import padded
 from edgeft.engine.pool import pool
 from edgeft.engine.stack import Stack
 from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
-from edgeft.host.process import peak_bytes
+from edgeft.host.system import peak_bytes, stop_signals
 from edgeft.methods import scheme as schemes
 from edgeft.methods.qas import Qas
 from edgeft.methods.scheme import Scheme
@@ -72,7 +72,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
         asked.append(now)
 
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             before[number] = signal.signal(number, note)
     except ValueError:  # not the main thread: the caller stops us in its own way
         pass

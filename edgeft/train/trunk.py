@@ -26,7 +26,7 @@ from edgeft.formats import ggml, gguf
 from edgeft.formats.hub import model_id as model_id
 from edgeft.formats.source import is_gguf
 from edgeft.host import cache
-from edgeft.host.files import sweep, wrap_os_errors
+from edgeft.host.files import open_handle, read_at, sweep, wrap_os_errors, write_at
 from edgeft.plan.schedule import WITHOUT_GRADIENT
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
@@ -139,7 +139,7 @@ class RowFile:
 
     def __init__(self, path: Path, row_bytes: int, write: bool = False) -> None:
         self.path, self.row_bytes = path, row_bytes
-        self.handle = os.open(path, (os.O_RDWR | os.O_CREAT if write else os.O_RDONLY) | os.O_CLOEXEC, 0o600)
+        self.handle = open_handle(path, os.O_RDWR | os.O_CREAT if write else os.O_RDONLY)
 
     def _runs(self, numbers: np.ndarray) -> Iterator[tuple[int, int, int]]:
         """(place in `numbers`, first number, count) of neighbours; `numbers` rise."""
@@ -153,10 +153,15 @@ class RowFile:
             self._fill(out[place : place + count], first * self.row_bytes)
         return out
 
+    def read_bytes(self, size: int, offset: int) -> bytes:
+        out = np.empty(size, np.uint8)
+        self._fill(out, offset)
+        return out.tobytes()
+
     def _fill(self, part: np.ndarray, offset: int) -> None:
         flat, at = part.reshape(-1).data, 0
         while at < len(flat):
-            got = os.preadv(self.handle, [flat[at:]], offset + at)
+            got = read_at(self.handle, flat[at:], offset + at)
             if got == 0:
                 raise RunError(f"{self.path} is shorter than it was", "go on with --resume: it is made anew")
             at += got
@@ -166,9 +171,7 @@ class RowFile:
             self.write_at(np.ascontiguousarray(rows[place : place + count]).data.cast("B"), first * self.row_bytes)
 
     def write_at(self, data: memoryview | bytes, offset: int) -> None:
-        at = 0
-        while at < len(data):
-            at += os.pwrite(self.handle, data[at:], offset + at)
+        write_at(self.handle, data, offset)
 
     def sync(self) -> None:
         os.fsync(self.handle)
@@ -275,7 +278,7 @@ def prepare(
         let_go(stack, 0, cut)
         states = RowFile(entry.states, codec.row_bytes)
         if codec.tail_bytes:
-            codec.read_tail(os.pread(states.handle, codec.tail_bytes, len(forest) * codec.row_bytes))
+            codec.read_tail(states.read_bytes(codec.tail_bytes, len(forest) * codec.row_bytes))
         undo.pop_all()
     found = Trunk(stack, cut, states, codec)
     found.entry = entry
@@ -381,7 +384,7 @@ class _Maker:
                 reached = 0
                 self._reserve(states)
             elif self.codec.tail_bytes:
-                self.codec.read_tail(os.pread(states.handle, self.codec.tail_bytes, self._tail_at()))
+                self.codec.read_tail(states.read_bytes(self.codec.tail_bytes, self._tail_at()))
             if not (self._by_blocks(states, reached, files) if self.blocks else self._by_rows(states, reached)):
                 return False
         for name in ("even.bin", "odd.bin"):

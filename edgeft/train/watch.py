@@ -5,8 +5,6 @@ Only how a step's rows are cut into passes changes here: their gradients add up 
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 from edgeft.errors import DoesNotFitError
 from edgeft.host import device
+from edgeft.host.system import trim_malloc
 from edgeft.run.events import MemoryEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
@@ -125,6 +124,4 @@ class Watch:
 
     def _back(self) -> None:
         self._give_back(max(self.tokens, self.longest))
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-        if trim is not None:
-            trim(0)
+        trim_malloc()

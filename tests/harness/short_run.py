@@ -132,9 +132,9 @@ class Tree:
 
         def work() -> None:
             global _marks
-            from edgeft.host import process
+            from edgeft.host import system
 
-            process.die_with_parent(harness)
+            system.die_with_parent(harness)
             _marks = theirs
             os.close(ours)
             handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
