@@ -1,4 +1,4 @@
-"""What can go wrong for a user: a message, a hint and an exit code.
+"""Errors for users: a message, a hint and an exit code.
 
 A user's mistake is always an EdgeftError; anything else is a bug and keeps its traceback.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class EdgeftError(Exception):
-    """One line on what happened, one on what to do next."""
+    """Message: what happened, with the value. Hint: what to do next."""
 
     exit_code = 1
 
@@ -28,7 +28,7 @@ class ConfigWarning(UserWarning):
 
 
 class DoesNotFitError(EdgeftError):
-    """The job needs more memory than it may use."""
+    """The job needs more memory than its limit."""
 
     exit_code = 3
 
@@ -40,23 +40,23 @@ class DataError(EdgeftError):
 
 
 class ModelError(EdgeftError):
-    """The model file cannot be read or is of an unsupported kind."""
+    """The model cannot be read, or its architecture is not supported."""
 
     exit_code = 5
 
 
 class RunError(EdgeftError):
-    """The run folder cannot be used: locked, of another recipe, no space, no permission."""
+    """The run folder cannot be used: locked, made with another recipe, no space, no permission."""
 
     exit_code = 6
 
 
 class DamagedError(RunError):
-    """A file of the run is not what was written."""
+    """A file of the run is corrupted."""
 
 
 class ExportError(EdgeftError):
-    """The tuned model could not be written, or did not pass its check in llama.cpp."""
+    """The tuned model could not be written, or failed its check in llama.cpp."""
 
     exit_code = 7
 

@@ -35,7 +35,7 @@ CASES: list[Case] = [
     ("value that is gone", lambda t, m: ["--set", "how.prune=false"], 2, "`how.prune` can no longer be False"),
     ("no key=value", lambda t, m: ["--set", "train.lr"], 2, "is not key=value"),
     ("unknown stage", lambda t, m: ["--until", "lunch"], 2, "known: prepare"),
-    ("recipe file missing", lambda t, m: ["--recipe", str(t / "my.yaml")], 2, "there is no recipe file"),
+    ("recipe file missing", lambda t, m: ["--recipe", str(t / "my.yaml")], 2, "no recipe file"),
     ("data missing", lambda t, m: ["--data", str(t / "none.jsonl")], 4, "none.jsonl"),
     ("data empty", lambda t, m: ["--data", rows(t / "e.jsonl", "")], 4, "e.jsonl"),
     ("data not UTF-8", lambda t, m: ["--data", rows(t / "l.jsonl", b'{"question": "\xff\xfe"}\n')], 4, "UTF-8"),

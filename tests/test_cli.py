@@ -68,9 +68,9 @@ def test_finetune_leaves_a_whole_run(finished: tuple[Path, dict[str, object]], m
 
 
 def _tensors(run: Run) -> list[str]:
-    from edgeft.arch.header import LINEARS
+    from edgeft.arch import get
 
-    return [LINEARS[t][1] for t in run.recipe.update.tensors]
+    return [get("llama").linears[t].gguf for t in run.recipe.update.tensors]
 
 
 @pytest.mark.slow

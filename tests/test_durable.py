@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from edgeft import config, plan
+from edgeft import arch, config, plan
 from edgeft.engine.choose import Engine
 from edgeft.errors import DamagedError, EdgeftError, RunError
 from edgeft.host.disk import check
@@ -368,11 +368,11 @@ def test_what_a_run_will_write(three_blocks: Path, tmp_path: Path) -> None:
     run = start(tmp_path / "run", three_blocks, "how.keep_checkpoints=3", "train.steps=5", "train.validations=1")
     source = str(run.recipe.model.path)
     shape = plan.shape_of(source, "auto")
-    scheme = schemes.make(run.recipe.update, shape.depth, "llama")
-    foreseen = {what: size for _, what, size in disk.needs(run, shape, scheme, source)}
+    scheme = schemes.make(run.recipe.update, shape.depth, arch.get("llama"))
+    foreseen = {what: size for _, what, size in disk.needs(run, shape, scheme)}
     said = Lines()
     stages.train(run, said)
-    assert "checkpoints" not in {what for _, what, _ in disk.needs(run, shape, scheme, source)}  # it is done
+    assert "checkpoints" not in {what for _, what, _ in disk.needs(run, shape, scheme)}  # it is done
     written = sum(path.stat().st_size for path in run.checkpoints.iterdir())
     assert foreseen["checkpoints"] == pytest.approx(written * 4 / 3, rel=0.01)
     assert foreseen["best weights"] == pytest.approx(2 * run.best.stat().st_size, rel=0.02)

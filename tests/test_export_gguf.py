@@ -18,15 +18,16 @@ import numpy as np
 import pytest
 import torch
 
+from edgeft import arch
 from edgeft.config import DataConfig, UpdateConfig
 from edgeft.data.forest import Forest
 from edgeft.data.rows import load as load_rows
 from edgeft.data.tokens import Encoded, encode_rows
 from edgeft.engine.batch import batch_of
-from edgeft.engine.load_gguf import load, row_order
+from edgeft.engine.load_gguf import load
 from edgeft.engine.stack import Stack
 from edgeft.errors import ExportError, RunError
-from edgeft.export.gguf import Exported, export_gguf, gguf_name
+from edgeft.export.gguf import Exported, export_gguf
 from edgeft.export.modelfile import learn, modelfile, write_modelfile
 from edgeft.export.verify import MAX_KL, MIN_TOP1, Verification, compare, verify
 from edgeft.formats import ggml
@@ -38,6 +39,7 @@ from edgeft.formats.types import PACKABLE
 from edgeft.methods import scheme
 
 UP = "layers.1.mlp.up_proj.weight"
+LLAMA, SIZES = arch.get("llama"), arch.Sizes(2, 64, 64, 64, 256, 32, 32)  # of `small_gguf`
 
 
 # ---------------------------------------------------------------- a small file: no vocabulary, two blocks
@@ -59,7 +61,9 @@ def small_gguf(path: Path, matrix_type: str = "q8_0") -> Path:
         tensors.append(NewTensor(name, values.shape[::-1], kind, data.nbytes, functools.partial(np.asarray, data)))
     records = [encode_record("general.architecture", files.STRING, "llama")]
     numbers = {"block_count": 2, "embedding_length": 64, "attention.head_count": 2, "context_length": 64}
+    numbers["feed_forward_length"] = 256
     records += [encode_record(f"llama.{key}", 4, value) for key, value in numbers.items()]
+    records.append(encode_record("llama.attention.layer_norm_rms_epsilon", files.FLOAT32, 1e-5))
     records.append(encode_record("some.list", files.ARRAY, [1, 2, 3], item=4))
     with path.open("wb") as file:
         files.write(file, records, tensors)
@@ -141,13 +145,13 @@ def test_the_type_of_updated_tensors(tmp_path: Path, base: str, asked: str, writ
     new, old = GGUF.open(made.path), GGUF.open(source)
     assert set(new.tensors) - set(old.tensors) == {"blk.1.ffn_up.bias", "blk.0.attn_k.bias"}
     for name, wanted in change.items():
-        target, tensor = gguf_name(name)
+        target, tensor = LLAMA.gguf_name(name)
         found = values(new, target).reshape(wanted.shape)
-        order = row_order(new, tensor)
+        order = LLAMA.row_order(tensor, SIZES)
         found = found if order is None else found[order]
         error = np.sqrt(((found - wanted.numpy()) ** 2).mean())
         assert error <= {"q4_0": 0.12, "q5_1": 0.06, "q8_0": 0.01}.get(written, 0.005) * (wanted.ndim > 1)
-    for name in set(old.tensors) - {gguf_name(updated)[0] for updated in change}:
+    for name in set(old.tensors) - {LLAMA.gguf_name(updated)[0] for updated in change}:
         assert (new.bytes(name) == old.bytes(name)).all()
 
 
@@ -207,7 +211,7 @@ def test_every_listed_type_can_be_packed(small: Path, tmp_path: Path, name: str)
         (UP, torch.full((256, 64), float("nan")), "q8_0", "not finite"),
         ("layers.7.mlp.up_proj.weight", torch.zeros(256, 64), "f16", "no place for blk.7"),
         ("layers.7.mlp.up_proj.bias", torch.zeros(256), "f16", "no place for blk.7"),
-        ("layers.1.self_attn.q_norm.weight", torch.zeros(32), "f16", "no place for blk.1.attn_q_norm"),
+        ("layers.1.self_attn.q_norm.weight", torch.zeros(32), "f16", "no place for layers.1.self_attn.q_norm"),
     ],
 )
 def test_updates_that_do_not_fit(
@@ -385,7 +389,7 @@ def test_a_broken_export_is_vetoed(rows: list[Encoded], tmp_path: Path, monkeypa
         moved = [(f"layers.{int(n.split('.')[1]) + shift}.{n.split('.', 2)[2]}", value) for n, value in updates]
         with monkeypatch.context() as patch:
             if not shift:
-                patch.setattr("edgeft.engine.load_gguf.row_order", lambda gguf, tensor: None)
+                patch.setattr(type(LLAMA), "row_order", lambda self, tensor, sizes: None)
             with pytest.raises(ExportError, match=f"at least {MIN_TOP1:.0f} %.*at most {MAX_KL}"):
                 export(demo(), out, moved, "f16", check=lambda path: check(path, stack, rows, type_name="f16"))
         assert leftovers(tmp_path) == [], mistake

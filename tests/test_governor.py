@@ -167,7 +167,7 @@ def test_windows() -> None:
     assert windows("22:00-07:00") == [(1320, 420)]
     assert windows(" 9:30 - 12:00, 22:00-24:00 ") == [(570, 720), (1320, 1440)]
     for wrong in ("22-7", "22:00", "22:00-22:00", "24:00-07:00", "10:60-11:00", "10:00-25:00", "22:00-07:00-08:00"):
-        with pytest.raises(ValueError, match="no window"):
+        with pytest.raises(ValueError, match="not a time span"):
             windows(wrong)
 
 
@@ -195,9 +195,9 @@ def test_governor_is_how_and_never_what(tmp_path: Path) -> None:
     ("sets", "words"),
     [
         (["governor.target=60"], "did you mean `target_celsius`?"),
-        (["governor.schedule=tonight"], "governor.schedule`: `tonight` is no window of time"),
+        (["governor.schedule=tonight"], "governor.schedule`: `tonight` is not a time span"),
         (["governor.battery_percent=101"], "from 0 to 100"),
-        (["governor.limit_celsius=70"], "`governor.limit_celsius` is 70, and `governor.target_celsius` 75"),
+        (["governor.limit_celsius=70"], "`governor.limit_celsius` is 70, `governor.target_celsius` is 75"),
         (["how.nice=-5"], "from 0 to 19"),
     ],
 )
@@ -583,4 +583,4 @@ def test_options_and_low_priority(data: Path, tmp_path: Path, edgeft: Edgeft) ->
     assert (recipe.how.threads, recipe.governor.schedule) == (1, later)
     refused = edgeft("finetune", "--schedule", "tonight", "--out", tmp_path / "none")
     assert refused.returncode == 2
-    assert "no window of time" in refused.stderr
+    assert "not a time span" in refused.stderr

@@ -12,19 +12,21 @@ import numpy as np
 import pytest
 import torch
 
+from edgeft import arch
 from edgeft.config import UpdateConfig
 from edgeft.data.tree import Tree
 from edgeft.engine import kernels
 from edgeft.engine.batch import Batch
-from edgeft.engine.load_gguf import gguf_config, load
+from edgeft.engine.load_gguf import load
 from edgeft.engine.load_hf import load_hf
 from edgeft.engine.stack import Stack, weight_of
 from edgeft.errors import EdgeftError, ExportError, ModelError
 from edgeft.evaluate.llamacpp import LlamaFile
-from edgeft.export import convert, hf
+from edgeft.export import hf
 from edgeft.export.convert import hf_to_gguf
 from edgeft.export.hf import export_hf
 from edgeft.export.peft import export_peft
+from edgeft.formats import splitters
 from edgeft.formats.gguf import GGUF
 from edgeft.formats.safetensors import Weights
 from edgeft.formats.tokenizer import GgufTokenizer, HfTokenizer, render
@@ -91,7 +93,7 @@ def tokenizer_files(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """What the directory above has of a tokenizer, without its weights."""
     target = tmp_path_factory.mktemp("tokenizer")
     file = GGUF.open(model)
-    hf._tokenizer_files(file, gguf_config(file), target)
+    hf._tokenizer_files(file, arch.of_gguf(file).config(file), target)
     return target
 
 
@@ -116,7 +118,7 @@ def test_dense_logits_are_those_of_the_gguf_and_of_transformers(folder: Path, or
     logits = stack.logits(batch(IDS))
     assert near(logits, original) < 5e-3  # float16 against the packed file's values
     assert near(logits, logits_of(reference(folder))) < 1e-5
-    assert stack.arch == "llama"
+    assert stack.arch.name == "llama"
     assert stack.depth == 30
 
 
@@ -279,7 +281,7 @@ def test_every_kind_agrees_with_transformers_and_llamacpp(
     want = logits_of(reference(path))
     dense = load_hf(str(path), "dense")
     assert near(dense.logits(batch(IDS)), want) < 1e-5
-    assert dense.arch == {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}[KINDS[kind][0]]
+    assert dense.arch.name == {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}[KINDS[kind][0]]
     file = hf_to_gguf(str(path), tmp_path / "small.gguf")
     assert near(load(file).logits(batch(IDS)), want) < 1e-4
     lean = load(file, lean=True)
@@ -439,7 +441,7 @@ def test_pre_tokenizers_are_recognised_for_certain_only() -> None:
     def name(steps: list[Any], **options: Any) -> str:
         tokenizer = Tokenizer(models.BPE({"a": 0}, [], **options))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        return convert.splitter_name(json.loads(tokenizer.to_str()))
+        return splitters.splitter_name(json.loads(tokenizer.to_str()))
 
     def split(regex: str) -> list[Any]:
         cut = pre_tokenizers.Split(Regex(regex), "isolated")
@@ -448,15 +450,15 @@ def test_pre_tokenizers_are_recognised_for_certain_only() -> None:
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert name([gpt2]) == "gpt-2"
     assert name([pre_tokenizers.Digits(individual_digits=True), gpt2]) == "smollm"
-    assert name(split(convert.LLAMA3_REGEX), ignore_merges=True) == "llama-bpe"
-    assert name(split(convert.QWEN2_REGEX)) == "qwen2"
-    assert name(split(convert.TEKKEN_REGEX), ignore_merges=True) == "tekken"
+    assert name(split(splitters.LLAMA3_REGEX), ignore_merges=True) == "llama-bpe"
+    assert name(split(splitters.QWEN2_REGEX)) == "qwen2"
+    assert name(split(splitters.TEKKEN_REGEX), ignore_merges=True) == "tekken"
     unknown: list[list[Any]] = [
         split(r"\p{L}+|\s+"),
         [pre_tokenizers.Digits(individual_digits=False), gpt2],
         [pre_tokenizers.ByteLevel(add_prefix_space=True)],
         [pre_tokenizers.Whitespace()],
-        [*split(convert.QWEN2_REGEX)[:1], gpt2],
+        [*split(splitters.QWEN2_REGEX)[:1], gpt2],
     ]
     for steps in unknown:
         with pytest.raises(ExportError, match="no certain name"):
@@ -565,8 +567,8 @@ def test_nothing_half_written(small: Callable[[str], Path], tmp_path: Path) -> N
 def test_sparse_runs_have_no_adapter(small: Callable[[str], Path], tmp_path: Path) -> None:
     stack = load_hf(str(small("qwen2")), "dense")
     with pytest.raises(ExportError, match="only LoRA") as caught:
-        export_peft(stack, schemes.make(UpdateConfig(blocks=1), 2, "qwen2"), "base", tmp_path / "out")
+        export_peft(stack, schemes.make(UpdateConfig(blocks=1), 2, arch.get("qwen2")), "base", tmp_path / "out")
     assert "--format gguf" in caught.value.hint
-    mixed = schemes.make(UpdateConfig(method="lora", blocks=1, norms=True), 2, "qwen2")
+    mixed = schemes.make(UpdateConfig(method="lora", blocks=1, norms=True), 2, arch.get("qwen2"))
     with pytest.raises(ExportError, match="norms"):
         export_peft(stack, mixed, "base", tmp_path / "out")

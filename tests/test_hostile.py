@@ -15,12 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fuzz_gguf
 import numpy as np
 import pytest
 
 import edgeft
 from edgeft import config
-from edgeft.arch.header import check_file
+from edgeft.arch.check import check_file
 from edgeft.config import DataConfig
 from edgeft.data import files
 from edgeft.data import tokens as data_tokens
@@ -33,17 +34,6 @@ from edgeft.host import profile, sandbox
 
 FUZZ = Path(__file__).parent / "harness" / "fuzz.py"
 BOUND_S = 20.0  # by the clock, on a busy machine; each takes less than two seconds on an idle one
-
-
-def fuzz_module() -> Any:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("fuzz", FUZZ)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---------------------------------------------------------------- no pickle, no code
@@ -130,7 +120,7 @@ def test_pickles_are_not_opened(tmp_path: Path) -> None:
 
 def header(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     """A small sound model's header with something changed."""
-    records, tensors, size = fuzz_module()._small_header()
+    records, tensors, size = fuzz_gguf.small_header()
     parts: dict[str, Any] = {
         "records": {r[8 : 8 + struct.unpack("<Q", r[:8])[0]].decode(): r for r in records},
         "tensors": {name: [name, list(shape), kind, offset] for name, shape, kind, offset in tensors},
@@ -688,16 +678,17 @@ def fuzz(script: Path, *args: object) -> subprocess.CompletedProcess[str]:
 
 def test_a_finding_is_found(tmp_path: Path) -> None:
     """The harness sees a traceback and a crash, saves the input, and goes on behind it."""
-    script = tmp_path / "fuzz.py"
-    shutil.copy(FUZZ, script)
+    for file in FUZZ.parent.glob("fuzz*.py"):
+        shutil.copy(file, tmp_path)
     planted = (
+        "    import os; from fuzz_kinds import make\n"
         "    size = len(path.read_bytes())\n"
         "    if size % 7 == 3 and size != len(make('csv', 0, 0)): os.abort()\n"
         "    if size % 7 == 4: raise KeyError(8)\n"
     )
-    text = script.read_text("utf-8").replace("    load(DataConfig(path=str(path)))\n", planted)
-    script.write_text(text, "utf-8")
-    said = fuzz(script, "--inputs", 40, "--kinds", "csv", "--save", tmp_path / "found")
+    readers = tmp_path / "fuzz_readers.py"
+    readers.write_text(readers.read_text("utf-8").replace("    load(DataConfig(path=str(path)))\n", planted), "utf-8")
+    said = fuzz(tmp_path / FUZZ.name, "--inputs", 40, "--kinds", "csv", "--save", tmp_path / "found")
     assert "40 inputs" in said.stdout, said.stdout + said.stderr
     assert said.returncode == 1
     assert "KeyError: 8" in said.stdout

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from edgeft import arch
 from edgeft.config import ExecutionConfig, Recipe, TrainConfig, UpdateConfig
 from edgeft.data.tree import Tree
 from edgeft.engine import choose, compiled, kernels, optimizer
@@ -171,7 +172,7 @@ def trained(model: Path, way: str) -> tuple[Stack, int, dict[str, torch.nn.Param
     """A stack with a scheme, its cut and what it trains."""
     torch.manual_seed(0)
     stack = load(model)
-    scheme = schemes.make(WAYS[way], stack.depth, "llama")
+    scheme = schemes.make(WAYS[way], stack.depth, arch.get("llama"))
     parameters = schemes.apply(stack, scheme, 0)
     for name, parameter in parameters.items():
         if "lora_B" in name or name.endswith("bias"):
@@ -196,7 +197,7 @@ def test_blocks_are_transformers(model: Path, way: str) -> None:
 def test_micro_batches_add_up(model: Path) -> None:
     """A second backward pass adds to the gradient of the first."""
     stack = load(model)
-    scheme = schemes.make(WAYS["sparse"], stack.depth, "llama")
+    scheme = schemes.make(WAYS["sparse"], stack.depth, arch.get("llama"))
     parameters = schemes.apply(stack, scheme, 0)
     stack.kernels = kernels.load()
     _, once = gradients(stack, scheme.cut, parameters)
@@ -209,7 +210,7 @@ def test_micro_batches_add_up(model: Path) -> None:
 
 def test_nothing_below_the_cut_gets_a_gradient(model: Path) -> None:
     stack = load(model)
-    scheme = schemes.make(UpdateConfig(blocks=[28]), stack.depth, "llama")
+    scheme = schemes.make(UpdateConfig(blocks=[28]), stack.depth, arch.get("llama"))
     schemes.apply(stack, scheme, 0)
     library = kernels.load()
     stack.kernels = library
@@ -262,7 +263,9 @@ def test_token_share(model: Path) -> None:
     from edgeft.data.forest import Forest
 
     stack = load(model)
-    scheme = schemes.make(UpdateConfig(blocks=[26, 29], tensors=["q", "k", "v", "down"]), stack.depth, "llama")
+    scheme = schemes.make(
+        UpdateConfig(blocks=[26, 29], tensors=["q", "k", "v", "down"]), stack.depth, arch.get("llama")
+    )
     parameters = schemes.apply(stack, scheme, 0)
     stack.kernels = kernels.load()
     _, batch = batch_of(Forest(ROWS), list(range(len(ROWS))))

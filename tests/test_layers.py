@@ -6,6 +6,8 @@ import ast
 from functools import lru_cache
 from pathlib import Path
 
+from edgeft.arch import ARCHITECTURES
+
 PACKAGE = Path(__file__).parents[1] / "edgeft"
 
 # A room imports only from rooms above it in this list.
@@ -96,3 +98,19 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     for module in sorted(graph):
         visit(module, ())
     assert not cycles, "\n".join(cycles)
+
+
+# Files that name tokenizers, some of which have the names of architectures.
+TOKENIZER_NAMES = ("formats/vocabulary.py", "formats/splitters.py")
+
+
+def test_no_architecture_is_named_outside_arch() -> None:
+    names = {name for family in ARCHITECTURES for name in (family.name, *family.model_types, family.config_class)}
+    named = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno} {node.value!r}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if file.parent.name != "arch" and not str(file).endswith(TOKENIZER_NAMES)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert not named, "\n".join(named)

@@ -19,7 +19,7 @@ from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
 from edgeft.engine import choose, compiled, kernels, page_release
 from edgeft.engine.batch import batch_of
-from edgeft.engine.load_gguf import load, row_order
+from edgeft.engine.load_gguf import load
 from edgeft.engine.packed import Packed
 from edgeft.engine.stack import Stack
 from edgeft.errors import DamagedError, EdgeftError
@@ -32,6 +32,7 @@ from edgeft.formats.gguf import GGUF, let_go
 from edgeft.formats.tokenizer import GgufTokenizer
 from edgeft.host.limit import can_make_group
 from edgeft.methods import scheme
+from edgeft.plan import shape_of
 from edgeft.run.folder import Run
 from edgeft.train import checkpoint
 
@@ -109,7 +110,8 @@ def test_shapes_are_those_of_the_models() -> None:
 
 def test_rows_are_put_in_order_when_they_are_used(tiny: Path) -> None:
     gguf = GGUF.open(tiny)
-    order = row_order(gguf, "q")
+    shape = shape_of(str(tiny), "auto")
+    order = shape.arch.row_order("q", shape)
     assert order is not None
     info = gguf.tensors["blk.0.attn_q.weight"]
     stored = Packed(gguf.bytes(info.name), info.type, info.shape[1], info.shape[0])
@@ -127,7 +129,8 @@ def test_rows_are_put_in_order_when_they_are_used(tiny: Path) -> None:
 @needs_compiler
 def test_the_kernels_put_rows_in_order_too(tiny: Path) -> None:
     gguf = GGUF.open(tiny)
-    order = row_order(gguf, "q")
+    shape = shape_of(str(tiny), "auto")
+    order = shape.arch.row_order("q", shape)
     assert order is not None
     info = gguf.tensors["blk.0.attn_q.weight"]
     stored = Packed(gguf.bytes(info.name), info.type, info.shape[1], info.shape[0])

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft import config
-from edgeft.arch.header import BIASES, LINEARS
+from edgeft import arch, config
 from edgeft.config import ExecutionConfig, Recipe, TrainConfig, UpdateConfig
 from edgeft.data import tokens
 from edgeft.data.forest import Forest, epoch_order
@@ -99,7 +98,7 @@ def gradients(stack: Stack, parameters: dict[str, torch.nn.Parameter]) -> dict[s
 def as_trained(model: Any, stack: Stack) -> Any:
     """transformers' model with the weights that the stack has: packed ones are not what was packed."""
     for number, block in enumerate(model.model.layers):
-        for path, _ in LINEARS.values():
+        for path in (linear.path for linear in stack.arch.linears.values()):
             ours: Any = stack.layers[number].get_submodule(path)
             theirs = block.get_submodule(path)
             theirs.weight = torch.nn.Parameter(weight_of(ours))
@@ -302,7 +301,7 @@ def test_a_projection_comes_from_the_seed_and_the_name(small: Callable[[str], Pa
 
     def downs(seed: int) -> dict[str, torch.Tensor]:
         stack = load_hf(str(small("Llama")), "dense")
-        parameters = schemes.apply(stack, schemes.make(update, 3, "llama"), seed)
+        parameters = schemes.apply(stack, schemes.make(update, 3, arch.get("llama")), seed)
         assert schemes.stored(stack, parameters).keys() == parameters.keys()  # A is not stored
         assert all(name.endswith(".up") for name in parameters)
         return {name: m.down for name, m in stack.model.named_modules() if isinstance(m, LiteLinear)}
@@ -458,7 +457,7 @@ def test_what_is_carried_over_is_not_lost() -> None:
 
 
 def test_turns_come_round_and_depend_on_seed_and_step_alone() -> None:
-    scheme = schemes.make(UpdateConfig(blocks="2-11", cycle_blocks=4, cycle_steps=3), 20, "llama")
+    scheme = schemes.make(UpdateConfig(blocks="2-11", cycle_blocks=4, cycle_steps=3), 20, arch.get("llama"))
     turns = [scheme.turn(step, seed=1) for step in range(27)]
     assert turns == [scheme.turn(step, seed=1) for step in range(27)]
     assert turns != [scheme.turn(step, seed=2) for step in range(27)]
@@ -470,7 +469,7 @@ def test_turns_come_round_and_depend_on_seed_and_step_alone() -> None:
     one = scheme.only((6, 7))
     assert (one.cut, one.blocks, one.share(6, "up"), one.share(5, "up")) == (6, (6, 7), 1.0, 0.0)
     with pytest.raises(ConfigError, match="cycle_blocks"):
-        schemes.make(UpdateConfig(blocks="2-4", cycle_blocks=4), 20, "llama")
+        schemes.make(UpdateConfig(blocks="2-4", cycle_blocks=4), 20, arch.get("llama"))
 
 
 # ---------------------------------------------------------------- runs
@@ -558,7 +557,7 @@ def test_channels_are_chosen_by_gradients_once(three_blocks: Path, tmp_path: Pat
 def test_only_the_blocks_whose_turn_it_is_move(three_blocks: Path, tmp_path: Path) -> None:
     run = start(tmp_path / "run", three_blocks, *RUNS["cycle"], "update.blocks=all", "train.steps=3")
     stages.train(run, Progress())
-    scheme = schemes.make(run.recipe.update, 3, "llama")
+    scheme = schemes.make(run.recipe.update, 3, arch.get("llama"))
     for step in range(3):
         before, after = saved(run, step), saved(run, step + 1)
         moved = {
@@ -582,9 +581,9 @@ def test_a_turn_keeps_no_activations_below_it(model: Path, buffers: Any) -> None
 def test_what_does_not_go_together_is_refused() -> None:
     for method in ("lora", "tinytl", "qas"):
         with pytest.raises(ConfigError, match="channels"):
-            schemes.make(UpdateConfig(method=method, channels=0.5), 4, "llama")
+            schemes.make(UpdateConfig(method=method, channels=0.5), 4, arch.get("llama"))
         with pytest.raises(ConfigError, match=method):
-            schemes.make(UpdateConfig(method=method, weights=False, norms=True), 4, "llama")
+            schemes.make(UpdateConfig(method=method, weights=False, norms=True), 4, arch.get("llama"))
     with pytest.raises(ConfigError, match="sgd"):
         optimizer.make({"a": torch.nn.Parameter(torch.zeros(3))}, SGD, ExecutionConfig(optimizer_state="8bit"), None)
 
@@ -634,7 +633,7 @@ def test_the_search_of_a_run_takes_any_model(
     tokens.save(run.tokens, some[:12], some[12:])
     stages.train(run, Progress())
     biased = {tensor for part in run.recipe.update.parts if part.biases for tensor in part.tensors}
-    assert biased == set(BIASES[family.lower()])
+    assert biased == set(arch.get(family.lower()).biases)
     assert run.searched.is_file()
     done = run.read_json(run.done)
     assert done is not None

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft import config
+from edgeft import arch, config
 from edgeft.config import Recipe, UpdateConfig
 from edgeft.data.forest import Forest
 from edgeft.engine import kernels, limits
 from edgeft.engine.batch import batch_of
-from edgeft.engine.limits import UNPACKED
 from edgeft.engine.load_gguf import load
 from edgeft.engine.pool import pool
 from edgeft.errors import ConfigError, DoesNotFitError
@@ -30,7 +29,7 @@ from edgeft.plan import buffers, fit, memory, seconds
 from edgeft.plan.fit import Job, Machine
 from edgeft.plan.rows import Workload
 from edgeft.plan.seconds import Rates
-from edgeft.plan.shape import KERNEL_TYPES, shape_of
+from edgeft.plan.shape import shape_of
 from edgeft.train.remaining import Remaining
 from edgeft.ui.plan import lines as plan_lines
 from tests.conftest import Edgeft
@@ -77,7 +76,7 @@ def test_buffers_are_those_that_the_pool_gives_out(
     model: Path, update: UpdateConfig, recompute: bool, half: bool
 ) -> None:
     stack = load(model, lean=update.method != "lora")
-    scheme = schemes.make(update, stack.depth, "llama")
+    scheme = schemes.make(update, stack.depth, arch.get("llama"))
     schemes.apply(stack, scheme, 0)
     stack.kernels = stack.head.kernels = kernels.load()
     stack.half, stack.recompute = half, recompute
@@ -96,7 +95,6 @@ def test_buffers_are_those_that_the_pool_gives_out(
 
 def test_numbers_that_stand_in_two_places_are_the_same() -> None:
     assert [buffers.padded(n) for n in range(1, 3000, 7)] == [limits.padded(n) for n in range(1, 3000, 7)]
-    assert KERNEL_TYPES == UNPACKED
     assert memory.VERIFY_ROWS == export.VERIFY_ROWS
 
 
@@ -281,7 +279,7 @@ def test_a_search_takes_its_time_where_it_pays(model: Path) -> None:
     assert searched.seconds() - rule.seconds() == pytest.approx(took["search"])
     _, plan = fit.make(searched, 64 * GIB)
     assert plan["search_seconds"] == pytest.approx(took["search"], abs=0.1)
-    assert any("what is trained is found first" in line for line in plan_lines(plan))
+    assert any("search: runs before training" in line for line in plan_lines(plan))
     short = fit.make(job(model, "sparse-bp", "train.steps=1"), 64 * GIB)[1]
     assert short["search_seconds"] == 0
     assert not any("found first" in line for line in plan_lines(short))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from edgeft.arch.header import LINEARS
-from edgeft.config import UpdateConfig, build
+from edgeft import arch
+from edgeft.config import TENSORS, UpdateConfig, build
 from edgeft.engine.load_gguf import load
 from edgeft.errors import ConfigError
 from edgeft.methods import scheme
@@ -46,17 +46,17 @@ def test_blocks_that_cannot_be(spec: Any) -> None:
 
 def test_biases_only_where_llama_cpp_reads_them() -> None:
     both = UpdateConfig(biases=True)
-    assert [t for t in LINEARS if scheme.make(both, 4, "llama").biased(2, t)] == list(LINEARS)
-    assert [t for t in LINEARS if scheme.make(both, 4, "qwen2").biased(2, t)] == ["q", "k", "v"]
+    assert [t for t in TENSORS if scheme.make(both, 4, arch.get("llama")).biased(2, t)] == list(TENSORS)
+    assert [t for t in TENSORS if scheme.make(both, 4, arch.get("qwen2")).biased(2, t)] == ["q", "k", "v"]
     with pytest.raises(ConfigError, match="no biases"):
-        scheme.make(both, 4, "qwen3")
+        scheme.make(both, 4, arch.get("qwen3"))
 
 
 def test_a_recipe_that_updates_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="updates nothing"):
-        scheme.make(UpdateConfig(weights=False), 4, "llama")
+        scheme.make(UpdateConfig(weights=False), 4, arch.get("llama"))
     with pytest.raises(ConfigError, match="updates nothing"):
-        scheme.make(UpdateConfig(tensors=[]), 4, "llama")
+        scheme.make(UpdateConfig(tensors=[]), 4, arch.get("llama"))
 
 
 def test_parts_stand_in_place_of_the_single_ones_and_later_ones_count() -> None:
@@ -73,7 +73,7 @@ def test_parts_stand_in_place_of_the_single_ones_and_later_ones_count() -> None:
         },
         "update",
     )
-    chosen = scheme.make(update, 10, "llama")
+    chosen = scheme.make(update, 10, arch.get("llama"))
     assert chosen.blocks == (2, 3, 4, 7)
     assert chosen.cut == 2
     assert [chosen.share(b, "down") for b in range(2, 6)] == [0.25, 0.25, 1.0, 0.0]
@@ -85,7 +85,7 @@ def test_parts_stand_in_place_of_the_single_ones_and_later_ones_count() -> None:
     with pytest.raises(ConfigError, match=r"update\.parts\.0\.channels"):
         build(UpdateConfig, {"parts": [{"blocks": 1, "channels": 0.3}]}, "update")
     with pytest.raises(ConfigError, match="blocks"):
-        scheme.make(build(UpdateConfig, {"parts": [{"tensors": ["q"]}]}, "update"), 10, "llama")
+        scheme.make(build(UpdateConfig, {"parts": [{"tensors": ["q"]}]}, "update"), 10, arch.get("llama"))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_only_the_scheme_is_trained(model: Path, update: UpdateConfig, names: se
 def test_lora_starts_where_the_base_is_and_merges(model: Path) -> None:
     stack = load(model)
     chosen = scheme.make(
-        UpdateConfig(method="lora", blocks="5-5", tensors=["up"], rank=4, alpha=8.0), stack.depth, "llama"
+        UpdateConfig(method="lora", blocks="5-5", tensors=["up"], rank=4, alpha=8.0), stack.depth, stack.arch
     )
     base = stack.dense_weight(5, "up")
     parameters = scheme.apply(stack, chosen, seed=0)

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft import config, plan
-from edgeft.arch.header import LINEARS
+from edgeft import arch, config, plan
 from edgeft.config import TENSORS, PartConfig, UpdateConfig
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
@@ -68,7 +67,7 @@ def test_first_order_is_that_of_plain_autograd(tiny: Path, tmp_path: Path, compi
 
     plain = load(tiny)
     update = UpdateConfig(blocks="all", biases=True, norms=True)
-    parameters = schemes.apply(plain, schemes.make(update, DEPTH, "llama"), seed=0)
+    parameters = schemes.apply(plain, schemes.make(update, DEPTH, arch.get("llama")), seed=0)
     halves = []
     for half in (sample.parts[0::2], sample.parts[1::2]):
         some = [row for part in half for row in part]
@@ -79,7 +78,7 @@ def test_first_order_is_that_of_plain_autograd(tiny: Path, tmp_path: Path, compi
         for p in parameters.values():
             p.grad = None
     for block in range(DEPTH):
-        for place, (path, _) in enumerate(LINEARS.values()):
+        for place, path in enumerate(linear.path for linear in plain.arch.linears.values()):
             one, other = (half[f"layers.{block}.{path}.weight"] for half in halves)
             want = contribution.decrease(one, other, "adamw")
             whole = found.weights[block, place, -1]
@@ -123,7 +122,7 @@ def test_warmed_up_it_knows_more_and_is_frozen(tiny: Path, compiled: bool) -> No
         assert float(linear.bias.abs().max()) > 0
     warm = loss()
     with contribution.temporarily_trainable(
-        stack, schemes.make(UpdateConfig(blocks="all", biases=True), DEPTH, "llama")
+        stack, schemes.make(UpdateConfig(blocks="all", biases=True), DEPTH, arch.get("llama"))
     ):
         pass
     assert loss() == warm  # it stays so after a look at a scheme
@@ -178,7 +177,7 @@ def test_candidates_begin_with_the_best_and_the_worst() -> None:
     assert [c.name for c in found[:3]] == ["0.q", "3.down", "1.down"]  # the worst, the best, the middle
     assert found[4].name == "biases of the last 2"
     assert len({c.name for c in found}) == len(found) == 4 * 7 + 2
-    assert found[4].scheme("llama", DEPTH).blocks == (2, 3)
+    assert found[4].scheme(arch.get("llama"), DEPTH).blocks == (2, 3)
 
 
 # ---------------------------------------------------------------- costs
@@ -198,7 +197,7 @@ def test_costs_of_parts_add_up_to_the_plan(model: Path) -> None:
         level[:cut], level[cut, 2] = 0, 4
         biased = int(random.integers(0, 30 - cut))
         one = Schemes(level[None], np.array([biased]), np.array([cut]), np.array([way]))
-        chosen = schemes.make(UpdateConfig(parts=parts(level, biased, "llama")), 30, "llama")
+        chosen = schemes.make(UpdateConfig(parts=parts(level, biased, arch.get("llama"))), 30, arch.get("llama"))
         planned = costs._planned(chosen, costs.ways[way])
         got = score(problem, one)[1][0]
         assert got[0] == pytest.approx(peak(planned.stages(0)["train"]), rel=2e-2)
@@ -208,16 +207,16 @@ def test_costs_of_parts_add_up_to_the_plan(model: Path) -> None:
 # ---------------------------------------------------------------- the scheme as a recipe
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_parts_say_exactly_what_was_found(arch: str) -> None:
+@pytest.mark.parametrize("family", arch.ARCHITECTURES, ids=lambda family: family.name)
+def test_parts_say_exactly_what_was_found(family: arch.Architecture) -> None:
     random = np.random.default_rng(0)
     for biased in (0, 3, 12):
         level = random.integers(0, len(SHARES), (12, 7)) * (random.random((12, 7)) < 0.5)
-        found = schemes.make(UpdateConfig(parts=parts(level, biased, arch)), 12, arch)
+        found = schemes.make(UpdateConfig(parts=parts(level, biased, family)), 12, family)
         for block in range(12):
             for place, tensor in enumerate(TENSORS):
                 assert found.share(block, tensor) == SHARES[level[block, place]]
-                inside = block >= 12 - biased and tensor in schemes.BIASES[arch]
+                inside = block >= 12 - biased and tensor in family.biases
                 assert found.biased(block, tensor) == inside
             assert found.normed(block) == (block >= 12 - biased)
 
@@ -314,7 +313,7 @@ def test_the_command_writes_a_recipe_that_can_be_used(tiny: Path, data: Path, tm
     assert "To expect" in text
     made = config.load_recipe(str(out))
     assert made.train.epochs == 1
-    chosen = schemes.make(made.update, DEPTH, "llama")
+    chosen = schemes.make(made.update, DEPTH, arch.get("llama"))
     assert [[chosen.share(b, t) for t in TENSORS] for b in range(DEPTH)] == found["shares"]
     there = edgeft(*given)
     assert there.returncode == RunError.exit_code

@@ -68,7 +68,7 @@ def test_loss_and_gradients_equal_those_of_single_rows(model: Path, recompute: b
     stack = load(model)
     stack.recompute = recompute
     chosen = scheme.make(
-        UpdateConfig(blocks=[20, 26], tensors=["q", "v", "down"], biases=True, norms=True), stack.depth, "llama"
+        UpdateConfig(blocks=[20, 26], tensors=["q", "v", "down"], biases=True, norms=True), stack.depth, stack.arch
     )
     parameters = scheme.apply(stack, chosen, seed=0)
 

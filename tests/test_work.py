@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from edgeft import arch
 from edgeft.config import UpdateConfig
 from edgeft.data.forest import Forest
 from edgeft.engine import kernels
@@ -31,7 +32,7 @@ from tests.support.rows import FOREST_ROWS as ROWS
 )
 def test_products_are_those_counted(model: Path, update: UpdateConfig) -> None:
     stack = load(model, lean=True)
-    scheme = schemes.make(update, stack.depth, "llama")
+    scheme = schemes.make(update, stack.depth, arch.get("llama"))
     schemes.apply(stack, scheme, 0)
     stack.kernels = kernels.load()
     _, batch = batch_of(Forest(ROWS), list(range(len(ROWS))))
@@ -42,7 +43,9 @@ def test_products_are_those_counted(model: Path, update: UpdateConfig) -> None:
         stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets).backward()  # type: ignore[no-untyped-call]
     asked = len(torch.unique(batch.at))
     # without pairs: attention is one kernel, which the counter does not see into
-    want = step_flops(shape_of_config(stack.config), scheme, len(batch.tokens), 0, asked, 0, len(batch.targets))
+    want = step_flops(
+        shape_of_config(stack.arch, stack.config), scheme, len(batch.tokens), 0, asked, 0, len(batch.targets)
+    )
     assert counter.get_total_flops() == pytest.approx(want, rel=1e-9)
 
 

@@ -5,35 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from edgeft.arch import Architecture, of_model_type
+from edgeft.arch.header import LARGEST
 from edgeft.errors import ModelError
 from edgeft.formats.hub import read_json_file
 
-# transformers' model type → the architecture that llama.cpp runs it as
-MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # what llama.cpp computes in the same way
-
-LARGEST = 1 << 31  # of any number in config.json
-
-
-def read_config(folder: Path) -> Any:
-    """transformers' configuration, of a model that this program can train and export."""
+def read_config(folder: Path) -> tuple[Architecture, Any]:
+    """A model that can be trained and exported: its architecture, and transformers' configuration."""
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json", "give the folder that transformers' save_pretrained wrote")
     try:
-        kind = read_json_file(folder / "config.json").get("model_type")
-        if kind in MODEL_TYPES:
-            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        architecture = of_model_type(read_json_file(folder / "config.json").get("model_type"), folder)
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except ModelError:
+        raise
     except Exception as error:  # transformers checks the values with many kinds of exception
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(f"{folder / 'config.json'} cannot be read: {reason}", "download or copy it again") from None
-    if kind not in MODEL_TYPES:
-        raise ModelError(
-            f"{folder} is a model of type `{kind}`, which is not supported",
-            f"supported: {', '.join(MODEL_TYPES)} (LLaMA 1 to 3, Mistral, SmolLM, TinyLlama, Qwen 2, 2.5 and 3)",
-        )
     if getattr(config, "quantization_config", None):
         raise ModelError(
             f"{folder} holds weights that are quantised already",
@@ -41,9 +32,9 @@ def read_config(folder: Path) -> Any:
         )
     _check_numbers(config, folder)
     rope = config.rope_parameters["rope_type"]
-    if rope not in ROPE_TYPES:
-        raise ModelError(f"{folder} has the rope scaling `{rope}`", f"supported: {', '.join(ROPE_TYPES)}")
-    return config
+    if rope not in architecture.rope_types:
+        raise ModelError(f"{folder} has the rope scaling `{rope}`", f"supported: {', '.join(architecture.rope_types)}")
+    return architecture, config
 
 
 def _check_numbers(config: Any, folder: Path) -> None:

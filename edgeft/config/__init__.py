@@ -1,7 +1,7 @@
-"""Every knob, declared once; strict YAML; and what a run's options come to."""
+"""Every knob, declared once; strict YAML; from options to one recipe."""
 
 from edgeft.config.knobs import Knob, knobs
-from edgeft.config.reader import build, dump, read_yaml, scalar
+from edgeft.config.reader import build, dump, read_yaml, scalar, suggest
 from edgeft.config.resolve import (
     DEFAULT_RECIPE,
     Options,

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from edgeft.config.reader import _suggest, _type_name, scalar
+from edgeft.config.reader import scalar, suggest, type_name
 from edgeft.config.schema import Device, Recipe
 from edgeft.errors import ConfigError
 
@@ -40,7 +40,7 @@ def knobs(word: str = "") -> list[Knob]:
         names = sorted({part for knob in every for part in (knob.key, knob.key.rpartition(".")[2])})
         raise ConfigError(
             f"no knob has `{word}` in its key or explanation",
-            hint if (hint := _suggest(word, names)).startswith("did") else "`edgeft knobs` lists all of them",
+            hint if (hint := suggest(word, names)).startswith("did") else "`edgeft knobs` lists all of them",
         )
     return matching
 
@@ -57,7 +57,7 @@ def _knobs_of(cls: type[Any], file: str, prefix: str = "") -> Iterator[Knob]:
         yield Knob(
             key=key,
             file=file,
-            type="any" if hint is Any else _type_name(hint),
+            type="any" if hint is Any else type_name(hint),
             default=default,
             choices=list(meta.get("choices", ())),
             low=meta.get("low"),

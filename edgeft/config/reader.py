@@ -36,22 +36,22 @@ REMOVED = {
     "update.rounding": Removed("none", "int8 weights are always rounded; `method: sparse` trains float32", True),
 }
 
-MAX_YAML_BYTES = 256 << 10  # read in some seconds even on a slow board
+MAX_YAML_BYTES = 256 << 10  # takes a few seconds to parse even on a slow board
 
 
-def _suggest(word: str, known: list[str]) -> str:
+def suggest(word: str, known: list[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"
 
 
-def _shown(value: Any) -> str:
-    """A value as it stands in a message, cut short."""
+def shown(value: Any) -> str:
+    """A value for a message, truncated."""
     return reprlib.repr(value)
 
 
-def _type_name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
     if isinstance(hint, types.UnionType):
-        return " or ".join(_type_name(h) for h in typing.get_args(hint))
+        return " or ".join(type_name(h) for h in typing.get_args(hint))
     words = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
     return {list: "a list", dict: "a table of keys", **words}[typing.get_origin(hint) or hint]
 
@@ -59,7 +59,7 @@ def _type_name(hint: Any) -> str:
 def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
     if hint is Any:
         return value
-    bad = ConfigError(f"`{key}` must be {_type_name(hint)}, not {_shown(value)}", f"{key}: {meta.get('about', '')}")
+    bad = ConfigError(f"`{key}` must be {type_name(hint)}, not {shown(value)}", f"{key}: {meta.get('about', '')}")
     if isinstance(hint, types.UnionType):
         if value is None or value == "none":  # the explanations say "none = …"
             return None
@@ -90,11 +90,11 @@ def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
         raise bad
     if meta.get("choices") and value not in meta["choices"]:
         known = [str(c) for c in meta["choices"]]
-        raise ConfigError(f"`{key}` cannot be {_shown(value)}", _suggest(str(value), known))
+        raise ConfigError(f"`{key}` cannot be {shown(value)}", suggest(str(value), known))
     low, high = meta.get("low"), meta.get("high")
     if (low is not None and value < low) or (high is not None and value > high):
         limits = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
-        raise ConfigError(f"`{key}` is {value}, and must be {limits}", f"{key}: {meta.get('about', '')}")
+        raise ConfigError(f"`{key}` is {value}; it must be {limits}", f"{key}: {meta.get('about', '')}")
     if check := meta.get("check"):
         try:
             check(value)
@@ -109,7 +109,7 @@ def build(cls: type[Any], values: Any, where: str = "", base: Any = None, record
     recorded: the values are those of an earlier run; removed keys are dropped without a warning.
     """
     if not isinstance(values, dict):
-        raise ConfigError(f"`{where or cls.__name__.lower()}` must be a table of keys, not {_shown(values)}")
+        raise ConfigError(f"`{where or cls.__name__.lower()}` must be a table of keys, not {shown(values)}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     start = cls() if base is None else base
@@ -119,9 +119,9 @@ def build(cls: type[Any], values: Any, where: str = "", base: Any = None, record
         if isinstance(key, str) and _is_removed(key, value, recorded):
             continue
         if name not in fields:
-            word = name[:80] if isinstance(name, str) else _shown(name)
+            word = name[:80] if isinstance(name, str) else shown(name)
             raise ConfigError(
-                f"unknown key `{where}.{word}`" if where else f"unknown key `{word}`", _suggest(word, list(fields))
+                f"unknown key `{where}.{word}`" if where else f"unknown key `{word}`", suggest(word, list(fields))
             )
         if dataclasses.is_dataclass(hints[name]):
             made[name] = build(typing.cast(type, hints[name]), value, key, getattr(start, name), recorded)
@@ -137,36 +137,36 @@ def _is_removed(key: str, value: Any, recorded: bool) -> bool:
         return False
     if not recorded:
         if value == removed.refused:
-            raise ConfigError(f"`{key}` can no longer be {_shown(value)}: {removed.now}", f"leave out `{key}`")
+            raise ConfigError(f"`{key}` can no longer be {shown(value)}: {removed.now}", f"leave out `{key}`")
         warnings.warn(f"`{key}` is ignored, it is no longer a knob: {removed.now}", ConfigWarning, stacklevel=2)
     return True
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without the second of two equal keys silently winning, and without aliases: a few lines of those make a
-    document that holds itself, or is larger than any memory."""
+    """Refuses duplicate keys, of which the second would silently win, and aliases: a few lines of those make a
+    document that contains itself or exceeds any memory."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read", event.start_mark)
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"`{key.value}` is there twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key `{key.value}`", key.start_mark)
             seen.add(str(key.value))
         return typing.cast(dict[Any, Any], super().construct_mapping(node, deep))
 
 
 def _short(construct: Any) -> Any:
-    """Numbers of thousands of digits are refused: Python does not even write them out."""
+    """Refuses numbers of thousands of digits, which Python cannot print."""
 
     def checked(loader: _Loader, node: yaml.ScalarNode) -> Any:
         if len(str(node.value)) > 1000:
-            raise yaml.constructor.ConstructorError(None, None, "a number of too many digits", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, "a number with too many digits", node.start_mark)
         return construct(loader, node)
 
     return checked
@@ -176,20 +176,20 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _short(_Loader.construct_yaml_i
 _Loader.add_constructor("tag:yaml.org,2002:float", _short(_Loader.construct_yaml_float))
 
 
-def _parse(text: str) -> Any:
-    """One YAML document; whatever is wrong with it is a YAMLError."""
+def parse(text: str) -> Any:
+    """One YAML document; every defect is a YAMLError."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (ValueError, OverflowError, RecursionError) as error:  # 2024-13-45 looks like a date; [[[[… goes too deep
         raise yaml.YAMLError(str(error)) from None
-    except (AttributeError, LookupError, TypeError):  # what PyYAML raises for !!timestamp x, !!bool x, !!set x
-        raise yaml.YAMLError("a tag (!!…) on what it does not fit") from None
+    except (AttributeError, LookupError, TypeError):  # PyYAML raises these for !!timestamp x, !!bool x, !!set x
+        raise yaml.YAMLError("a tag (!!…) that does not match its value") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        if not path.is_file():  # a pipe would wait for ever
-            raise ConfigError(f"{path} is no regular file", "recipes are YAML files")
+        if not path.is_file():  # reading a pipe would block
+            raise ConfigError(f"{path} is not a regular file", "recipes are YAML files")
         with path.open("rb") as file:
             raw = file.read(MAX_YAML_BYTES + 1)
         if len(raw) > MAX_YAML_BYTES:
@@ -200,19 +200,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", "recipes are YAML files") from None
     try:
-        values = _parse(text)
+        values = parse(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise ConfigError(f"{path}{line}: not valid YAML ({problem})") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no table of keys", "a recipe looks like `train: {epochs: 3}`")
+        raise ConfigError(f"{path} is not a table of keys", "a recipe looks like `train: {epochs: 3}`")
     return values
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML whose text comes back as it was: unquoted, the line breaks of Unicode would be read as \\n."""
+    """Quotes text with Unicode line breaks, which would otherwise be read back as \\n."""
 
 
 def _quote(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -228,6 +228,6 @@ def dump(recipe: Recipe) -> str:
 
 
 def scalar(value: Any) -> str:
-    """One value as it stands in a recipe file."""
+    """One value as written in a recipe file."""
     text = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, default_flow_style=True, width=10000)
     return text.removesuffix("...\n").strip()

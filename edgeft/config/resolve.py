@@ -1,4 +1,4 @@
-"""From names, files and `--set` to one recipe: recipe file, then the device profile, then options; later ones win."""
+"""From names, files and options to one recipe. Recipe file, then device profile, then options: later ones win."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from edgeft.config.reader import _parse, _suggest, build, read_yaml
+from edgeft.config.reader import build, parse, read_yaml, suggest
 from edgeft.config.schema import Device, ExecutionConfig, GovernorConfig, Recipe
 from edgeft.errors import ConfigError
 
@@ -19,7 +19,7 @@ DEFAULT_RECIPE = "sparse-bp"
 
 
 def place(path: str | Path) -> Path:
-    """A path with `~` opened up, where that names a user."""
+    """A path with `~` expanded, if that names a user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -27,7 +27,7 @@ def place(path: str | Path) -> Path:
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is a file or folder; what cannot be a name, like one of 300 letters, names none."""
+    """Whether the file or folder exists; False for an invalid name, like one of 300 letters."""
     try:
         return place(path).exists()
     except (OSError, ValueError):
@@ -51,11 +51,11 @@ def find_file(kind: str, name: str) -> Path:
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = place(name)
         if not path.is_file():
-            raise ConfigError(f"there is no {kind} file {name}", f"`edgeft {kind}s` lists the shipped ones")
+            raise ConfigError(f"no {kind} file {name}", f"`edgeft {kind}s` lists the shipped ones")
         return path
     known = names(kind)
     if name not in known:
-        raise ConfigError(f"unknown {kind} `{name}`", _suggest(name, known + (["auto"] if kind == "device" else [])))
+        raise ConfigError(f"unknown {kind} `{name}`", suggest(name, known + (["auto"] if kind == "device" else [])))
     return shipped("recipes") / ("devices" if kind == "device" else "") / f"{name}.yaml"
 
 
@@ -71,8 +71,8 @@ def check_heat(governor: GovernorConfig) -> None:
     target, limit = governor.target_celsius, governor.limit_celsius
     if target and limit and limit <= target:
         raise ConfigError(
-            f"`governor.limit_celsius` is {limit:g}, and `governor.target_celsius` {target:g}",
-            "the limit is where it pauses: some degrees above the target where it settles",
+            f"`governor.limit_celsius` is {limit:g}, `governor.target_celsius` is {target:g}",
+            "a run pauses at the limit: set it some degrees above the target",
         )
 
 
@@ -92,7 +92,7 @@ def apply_sets(recipe: Recipe, sets: Sequence[str]) -> Recipe:
 
 def _set_value(key: str, text: str) -> Any:
     try:
-        value = _parse(text) if text else ""
+        value = parse(text) if text else ""
     except yaml.YAMLError:
         return text
     hint: Any = Recipe
@@ -100,7 +100,7 @@ def _set_value(key: str, text: str) -> Any:
         hint = typing.get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
     wants_text = hint is str or str in typing.get_args(hint)
     if wants_text and typing.get_origin(hint) is not list and not isinstance(value, str):
-        # Text that YAML takes for something else: `Answer: yes`, 007, no, 2024-01-01, #5
+        # Text that YAML reads as another type: `Answer: yes`, 007, no, 2024-01-01, #5
         return None if text.strip() in ("null", "~") else text
     return value
 

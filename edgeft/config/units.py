@@ -1,11 +1,11 @@
-"""Sizes and times as people write them, read and printed."""
+"""Sizes and durations, parsed and formatted."""
 
 from __future__ import annotations
 
 import math
 import re
 
-from edgeft.config.reader import _shown
+from edgeft.config.reader import shown
 from edgeft.errors import ConfigError
 
 UNITS = {"": 1, "b": 1} | {
@@ -21,20 +21,20 @@ def parse_size(text: str, option: str = "--memory") -> int:
     """`1500MiB`, `1.5GiB`, `6GB`, `2G` (binary, as in ulimit and systemd) → bytes."""
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip())
     if not match or match[2].lower() not in UNITS:
-        raise ConfigError(f"`{option} {_shown(text)}` is no size", "for example 1500MiB, 1.5GiB or 6GB")
-    found = int(float(match[1]) * UNITS[match[2].lower()])
-    if not 1 << 20 <= found < 1 << 60:
-        raise ConfigError(f"`{option} {text}` is {found} bytes", "for example 1500MiB, 1.5GiB or 6GB")
-    return found
+        raise ConfigError(f"`{option} {shown(text)}` is not a valid size", "for example 1500MiB, 1.5GiB or 6GB")
+    count = int(float(match[1]) * UNITS[match[2].lower()])
+    if not 1 << 20 <= count < 1 << 60:
+        raise ConfigError(f"`{option} {text}` is {count} bytes: out of range", "for example 1500MiB, 1.5GiB or 6GB")
+    return count
 
 
 def parse_time(text: str, option: str, least: float = 1.0) -> float:
     """`90s`, `30min`, `1.5h` → seconds."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+)", text.strip())
-    found = float(match[1]) * TIMES.get(match[2].lower(), math.nan) if match else math.nan
-    if not least <= found:
-        raise ConfigError(f"`{option} {_shown(text)}` is no time", "for example 90s, 30min or 1.5h")
-    return found
+    seconds = float(match[1]) * TIMES.get(match[2].lower(), math.nan) if match else math.nan
+    if not least <= seconds:
+        raise ConfigError(f"`{option} {shown(text)}` is not a valid duration", "for example 90s, 30min or 1.5h")
+    return seconds
 
 
 def format_size(count: float | None) -> str:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
+from gguf.constants import GGMLQuantizationType
 
 HEAD_ROWS = 8192  # vocabulary rows unpacked at a time
 
@@ -20,6 +17,7 @@ def padded(rows: int) -> int:
     return -(-rows // unit) * unit
 
 
-UNPACKED = (2, 3, 8)  # ggml's q4_0, q4_1, q8_0
+# types that the kernels unpack themselves; ggml unpacks the others, to float32 alone
+UNPACKED = tuple(int(GGMLQuantizationType[name]) for name in ("Q4_0", "Q4_1", "Q8_0"))
 
 GROUP = 256  # moments that share a scale where they are bytes, as kernels.cpp has it

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from edgeft.arch.header import LINEARS, NORMS, check_frozen, header_values, plain_rotation
-from edgeft.engine import skeleton as lean_model
+from edgeft.arch import Norm, of_gguf
+from edgeft.arch.check import check_frozen
+from edgeft.arch.header import plain_rotation
+from edgeft.engine import skeleton
 from edgeft.engine.packed import Packed, PackedEmbedding, PackedHead, PackedLinear
 from edgeft.engine.stack import Stack, set_submodule
 from edgeft.errors import ModelError
@@ -31,31 +33,6 @@ def load(path: str | Path, frozen: str = "auto", lean: bool = False) -> Stack:
     return load_hf(str(path), frozen)
 
 
-def gguf_config(gguf: GGUF) -> Any:
-    """transformers' configuration of the same model."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
-
-    values = header_values(gguf)
-    if gguf.arch == "llama":
-        return LlamaConfig(**values)
-    return Qwen2Config(**values) if gguf.arch == "qwen2" else Qwen3Config(**values)
-
-
-def head_order(heads: int, rows: int) -> np.ndarray:
-    """Rows of attn_q and attn_k in `llama` files → their Hugging Face order (llama.cpp rotates neighbours)."""
-    half = rows // heads // 2
-    return np.arange(rows).reshape(heads, half, 2).swapaxes(1, 2).reshape(-1)
-
-
-def row_order(gguf: GGUF, tensor: str) -> np.ndarray | None:
-    if gguf.arch != "llama" or tensor not in ("q", "k"):
-        return None
-    heads = int(gguf.need("attention.head_count"))
-    count = heads if tensor == "q" else int(gguf.get("attention.head_count_kv", heads))
-    rows = count * int(gguf.get("attention.key_length", int(gguf.need("embedding_length")) // heads))
-    return head_order(count, rows)
-
-
 def packed(gguf: GGUF, name: str) -> Packed:
     info = gguf.tensors.get(name)
     if info is None:
@@ -72,44 +49,49 @@ def vector(gguf: GGUF, name: str) -> torch.Tensor | None:
     return Packed(gguf.bytes(name), info.type, 1, info.shape[0]).copy()[0]
 
 
+def matrix_and_bias(gguf: GGUF, name: str, order: np.ndarray | None) -> tuple[Packed, torch.Tensor | None]:
+    """A linear of the file, rows in transformers' order; order: see Architecture.row_order."""
+    matrix, bias = packed(gguf, f"{name}.weight"), vector(gguf, f"{name}.bias")
+    if order is None:
+        return matrix, bias
+    return matrix.permuted(order), bias[torch.from_numpy(order)] if bias is not None else None
+
+
+def norm_weight(gguf: GGUF, block: int, norm: Norm) -> torch.Tensor | None:
+    """As transformers has it."""
+    weight = vector(gguf, f"blk.{block}.{norm.gguf}.weight")
+    return weight - norm.offset if weight is not None and norm.offset else weight
+
+
 def load_gguf(path: Path, frozen: str, lean: bool) -> Stack:
     check_frozen(path, frozen)
     gguf = GGUF.open(path)
+    arch = of_gguf(gguf)
     config: Any
     model: Any
-    if lean and plain_rotation(header_values(gguf)):
-        config = SimpleNamespace(**header_values(gguf))
+    if lean and plain_rotation(arch.values(gguf)):
+        config = SimpleNamespace(**arch.values(gguf))
         with torch.device("meta"):
-            model = lean_model.Model(config, gguf.arch)
+            model = skeleton.Model(config, arch)
     else:
         from transformers import AutoModel
 
-        config = gguf_config(gguf)
+        config = arch.config(gguf)
         with torch.device("meta"):
             model = AutoModel.from_config(config)
+    sizes = arch.sizes(config)
     for number, block in enumerate(model.layers):
-        for tensor, (module_name, name) in LINEARS.items():
-            matrix = packed(gguf, f"blk.{number}.{name}.weight")
-            wanted = block.get_submodule(module_name)
-            if (matrix.rows, matrix.cols) != (wanted.out_features, wanted.in_features):
-                raise ModelError(
-                    f"{path.name}: blk.{number}.{name} is {matrix.rows} × {matrix.cols}, "
-                    f"not {wanted.out_features} × {wanted.in_features} as its header says"
-                )
-            bias = vector(gguf, f"blk.{number}.{name}.bias")
-            order = row_order(gguf, tensor)
-            if order is not None:
-                matrix = matrix.permuted(order)
-                bias = bias[torch.from_numpy(order)] if bias is not None else None
-            set_submodule(block, module_name, _linear(matrix, bias, frozen))
-        for module_name, name in NORMS.items():
-            weight = vector(gguf, f"blk.{number}.{name}.weight")
+        for tensor, linear in arch.linears.items():  # their shapes were checked with the header
+            matrix, bias = matrix_and_bias(gguf, f"blk.{number}.{linear.gguf}", arch.row_order(tensor, sizes))
+            set_submodule(block, linear.path, _linear(matrix, bias, frozen))
+        for norm in arch.norms:
+            weight = norm_weight(gguf, number, norm)
             if weight is not None:
-                block.get_submodule(module_name).weight = nn.Parameter(weight, requires_grad=False)
+                block.get_submodule(norm.path).weight = nn.Parameter(weight, requires_grad=False)
     last = vector(gguf, "output_norm.weight")
-    assert last is not None  # gguf_config has looked
+    assert last is not None  # checked with the header
     model.norm.weight = nn.Parameter(last, requires_grad=False)
-    model.embed_tokens = None  # the packed embedding stands in its place
+    model.embed_tokens = None  # the packed embedding is used instead
     model.rotary_emb = type(model.rotary_emb)(config=config)
     factors = vector(gguf, "rope_freqs.weight")
     if factors is not None:  # LLaMA 3: every frequency has its own divisor
@@ -119,7 +101,7 @@ def load_gguf(path: Path, frozen: str, lean: bool) -> Stack:
         raise ModelError(f"{path.name} lacks {len(meta)} tensors, for example {meta[0]}", "download or copy it again")
     embed = packed(gguf, "token_embd.weight")
     head = packed(gguf, "output.weight") if "output.weight" in gguf.tensors else embed
-    return Stack(gguf.arch, config, model, PackedEmbedding(embed), PackedHead(head), str(path))
+    return Stack(arch, config, model, PackedEmbedding(embed), PackedHead(head), str(path))
 
 
 def _linear(matrix: Packed, bias: torch.Tensor | None, frozen: str) -> nn.Module:

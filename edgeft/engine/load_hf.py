@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from edgeft.arch.config import MODEL_TYPES, read_config
-from edgeft.arch.header import LINEARS, NORMS
+from edgeft.arch import Architecture
+from edgeft.arch.config import read_config
 from edgeft.engine.packed import Packed, PackedEmbedding, PackedHead, PackedLinear, _scratch
 from edgeft.engine.stack import Stack, set_submodule
 from edgeft.errors import ModelError
@@ -62,45 +62,40 @@ def load_hf(path_or_hub_id: str, frozen: str = "auto") -> Stack:
     from transformers import AutoModel
 
     folder = resolve(path_or_hub_id)
-    config = read_config(folder)
+    arch, config = read_config(folder)
     weights = Weights(folder)
-    _check_shapes(config, weights)
+    _check_shapes(arch, config, weights)
     with torch.device("meta"):
         model = AutoModel.from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
     for number, block in enumerate(model.layers):
         prefix = f"layers.{number}."
-        for path, _ in LINEARS.values():
-            module = block.get_submodule(path)
-            set_submodule(block, path, _linear(weights, prefix + path, module, frozen, folder))
-        for path in NORMS:
-            if prefix + path + ".weight" in weights:
-                module = block.get_submodule(path)
-                module.weight = _frozen(weights.tensor(prefix + path + ".weight", tuple(module.weight.shape)))
+        for linear in arch.linears.values():
+            module = block.get_submodule(linear.path)
+            set_submodule(block, linear.path, _linear(weights, prefix + linear.path, module, frozen, folder))
+        for norm in arch.norms:
+            name = f"{prefix}{norm.path}.weight"
+            if name in weights:
+                module = block.get_submodule(norm.path)
+                module.weight = _frozen(weights.tensor(name, tuple(module.weight.shape)))
     model.norm.weight = _frozen(weights.tensor("norm.weight", (config.hidden_size,)))
     model.rotary_emb = type(model.rotary_emb)(config=config)  # its frequencies are computed, not stored
-    model.embed_tokens = None  # the mapped embedding stands in its place
+    model.embed_tokens = None  # the mapped embedding is used instead
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ModelError(f"{folder} lacks {len(meta)} tensors, for example {meta[0]}", "download or copy it again")
     shape = (int(config.vocab_size), int(config.hidden_size))
     embed = Packed(*weights.mapped("embed_tokens.weight", shape), *shape)
     head = embed if config.tie_word_embeddings else Packed(*weights.mapped("lm_head.weight", shape), *shape)
-    return Stack(
-        MODEL_TYPES[config.model_type], config, model, PackedEmbedding(embed), PackedHead(head), path_or_hub_id
-    )
+    return Stack(arch, config, model, PackedEmbedding(embed), PackedHead(head), path_or_hub_id)
 
 
-def _check_shapes(config: Any, weights: Weights) -> None:
-    """No number in config.json is larger than the weights bear out; ends with the first block that they lack."""
-    width, inner = config.hidden_size, config.intermediate_size
-    head = getattr(config, "head_dim", None) or width // config.num_attention_heads
-    query, key = config.num_attention_heads * head, (config.num_key_value_heads or config.num_attention_heads) * head
-    shapes = {"q": (query, width), "k": (key, width), "v": (key, width), "o": (width, query)}
-    shapes |= {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
-    weights.place("embed_tokens.weight", (config.vocab_size, width))
-    for number in range(config.num_hidden_layers):
-        for tensor, (path, _) in LINEARS.items():
-            weights.place(f"layers.{number}.{path}.weight", shapes[tensor])
+def _check_shapes(arch: Architecture, config: Any, weights: Weights) -> None:
+    """No number in config.json exceeds what the weights have; ends with the first block that they lack."""
+    sizes = arch.sizes(config)
+    weights.place("embed_tokens.weight", (sizes.vocabulary, sizes.width))
+    for number in range(sizes.depth):
+        for linear in arch.linears.values():
+            weights.place(f"layers.{number}.{linear.path}.weight", linear.shape(sizes))
 
 
 def _frozen(values: torch.Tensor) -> nn.Parameter:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from edgeft.arch import Architecture
+
 
 class Norm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
@@ -21,36 +23,26 @@ class Norm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
 
 
-class Attention(nn.Module):
-    def __init__(self, config: Any, arch: str) -> None:
-        super().__init__()
-        width, head = config.hidden_size, config.head_dim
-        query, key = config.num_attention_heads * head, config.num_key_value_heads * head
-        self.q_proj = nn.Linear(width, query, bias=False)
-        self.k_proj = nn.Linear(width, key, bias=False)
-        self.v_proj = nn.Linear(width, key, bias=False)
-        self.o_proj = nn.Linear(query, width, bias=False)
-        if arch == "qwen3":
-            self.q_norm, self.k_norm = Norm(head, config.rms_norm_eps), Norm(head, config.rms_norm_eps)
-
-
-class FeedForward(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-
 class Block(nn.Module):
-    """Holds what a block is made of; `model/block.py` runs it."""
+    """The linears and norms of a block, under transformers' names; `engine/block.py` runs it."""
 
-    def __init__(self, config: Any, arch: str) -> None:
+    def __init__(self, config: Any, arch: Architecture) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(config, arch), FeedForward(config)
-        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        sizes = arch.sizes(config)
+        for linear in arch.linears.values():
+            outputs, inputs = linear.shape(sizes)
+            self._add(linear.path, nn.Linear(inputs, outputs, bias=False))
+        for norm in arch.norms:
+            self._add(norm.path, Norm(norm.size(sizes), config.rms_norm_eps))
+
+    def _add(self, path: str, module: nn.Module) -> None:
+        parent: nn.Module = self
+        *parents, name = path.split(".")
+        for part in parents:
+            if not hasattr(parent, part):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(name, module)
 
 
 class Rotary(nn.Module):
@@ -69,7 +61,7 @@ class Rotary(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, config: Any, arch: str) -> None:
+    def __init__(self, config: Any, arch: Architecture) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(config, arch) for _ in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from edgeft.arch.header import LINEARS
+from edgeft.arch import Architecture
 from edgeft.data.tree import Tree
 from edgeft.engine import attention
 from edgeft.engine.batch import Batch
@@ -28,7 +28,9 @@ from edgeft.engine.recompute import recomputed
 class Stack:
     """Embedding, blocks, last norm and head; `model` is the nn.Module that holds the blocks as `layers`."""
 
-    def __init__(self, arch: str, config: Any, model: nn.Module, embed: Any, head: PackedHead, source: str) -> None:
+    def __init__(
+        self, arch: Architecture, config: Any, model: nn.Module, embed: Any, head: PackedHead, source: str
+    ) -> None:
         self.arch, self.config, self.model = arch, config, model
         self.embed, self.head, self.source = embed, head, source
         self.recompute = False
@@ -170,7 +172,7 @@ class Stack:
         return answers
 
     def linear(self, block: int, tensor: str) -> nn.Module:
-        return self.layers[block].get_submodule(LINEARS[tensor][0])
+        return self.layers[block].get_submodule(self.arch.linears[tensor].path)
 
     def dense_weight(self, block: int, tensor: str) -> torch.Tensor:
         """A frozen linear's weight, unpacked into memory of its own."""

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgeft.arch.header import check_file
+from edgeft.arch.check import check_file
 from edgeft.errors import ModelError
 from edgeft.evaluate.ask import Ask, Progress, Response
 from edgeft.evaluate.branches import Branch, Cell, Floats, Step, common
 from edgeft.evaluate.crowd import BatchScorer
+from edgeft.formats.ggml import F16, F32
 from edgeft.host import device
 from edgeft.host.system import allowed_cpus
 from edgeft.plan.limits import BATCH, CACHE_BYTES, CACHE_SHARE, OUTPUTS
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 COPY_SHARE = 0.4  # of it may be a copy of the weights
 
-F32, F16 = 0, 1  # ggml's numbers of types
 
 CHUNK = 32  # tokens of one row read in one call, where it is alone
 

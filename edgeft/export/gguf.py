@@ -5,7 +5,6 @@ Tensors that were not updated keep their bytes, and a file takes its name only w
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -13,11 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 import edgeft
+from edgeft.arch import Architecture, of_gguf
 from edgeft.errors import ExportError, RunError
 from edgeft.formats import ggml
 from edgeft.formats import gguf as files
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 OWN_KEYS = ("edgeft.version", "edgeft.base", "edgeft.recipe")
 
 TEMPLATE_KEY = "tokenizer.chat_template"
-
-_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -79,21 +78,6 @@ def export_gguf(
     return Exported(out, size, dict(types), len(new), len(kept), checked)
 
 
-def gguf_name(name: str) -> tuple[str, str]:
-    """layers.3.mlp.up_proj.weight → (blk.3.ffn_up.weight, up); norms have no tensor letter."""
-    from edgeft.arch.header import LINEARS, NORMS
-
-    match = _NAME.fullmatch(name)
-    if match:
-        number, module, kind = match.groups()
-        for tensor, (path, short) in LINEARS.items():
-            if path == module:
-                return f"blk.{number}.{short}.{kind}", tensor
-        if module in NORMS and kind == "weight":
-            return f"blk.{number}.{NORMS[module]}.weight", ""
-    raise ValueError(f"{name} has no place in a GGUF file")
-
-
 def _pack_all(
     base: GGUF,
     updates: Iterable[tuple[str, torch.Tensor]],
@@ -102,20 +86,22 @@ def _pack_all(
     spool: IO[bytes],
 ) -> dict[str, NewTensor]:
     """Pack updates as they come; sizes are then known, and bytes come back from the spool in the file's order."""
-    from edgeft.engine.load_gguf import row_order
-
+    arch = of_gguf(base)
+    sizes = arch.sizes(SimpleNamespace(**arch.values(base)))
     new: dict[str, NewTensor] = {}
     for name, value in updates:
-        target, tensor = gguf_name(name)
+        target, tensor = arch.gguf_name(name)
         if target in new:
             raise ValueError(f"{name} is updated twice")
         dense = value.detach().cpu().float().numpy()
-        shape = _check_shape(base, target, dense)
+        if offset := arch.norm_offset(tensor):
+            dense = dense + np.float32(offset)
+        shape = _check_shape(base, target, dense, arch)
         if not np.isfinite(dense.sum(dtype=np.float64)):  # of float32, sums are finite where every value is
             raise ExportError(f"{name} holds values that are not finite", "training diverged: use a lower train.lr")
         kind = ggml.F32 if dense.ndim == 1 else chosen_type(base.tensors[target], type_name)
         packed = _pack(name, dense.reshape(-1, shape[0]), kind, importance.get(name))
-        order = row_order(base, tensor)
+        order = arch.row_order(tensor, sizes)
         if order is not None:  # back to the file's row order; packing runs along rows, so packed rows can be moved
             packed = packed.reshape(len(order), -1)[np.argsort(order)]
         start = spool.tell()
@@ -124,16 +110,14 @@ def _pack_all(
     return new
 
 
-def _check_shape(base: GGUF, target: str, dense: np.ndarray) -> tuple[int, ...]:
+def _check_shape(base: GGUF, target: str, dense: np.ndarray, arch: Architecture) -> tuple[int, ...]:
     """The tensor's shape as GGUF writes it, if the base has a place for it."""
-    from edgeft.arch.header import BIASES, LINEARS
-
     info = base.tensors.get(target)
     if info is not None:
         wanted = info.shape
     else:
         weight = base.tensors.get(target.removesuffix(".bias") + ".weight")
-        readable = {LINEARS[t][1] for t in BIASES.get(base.arch, ())}
+        readable = {arch.linears[tensor].gguf for tensor in arch.biases}
         if weight is None or not target.endswith(".bias") or target.split(".")[2] not in readable:
             raise ExportError(
                 f"{base.path.name} has no place for {target}", "export with the base model the run was trained on"

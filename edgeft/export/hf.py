@@ -15,24 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from gguf.constants import TokenType
 
 from edgeft.errors import ExportError
-from edgeft.export.convert import (
-    CONTROL,
-    NORMAL,
-    SAME_SPLITTERS,
-    SPACE,
-    SPLITTERS,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    rope_factors,
-)
+from edgeft.export.convert import SPACE, rope_factors
 from edgeft.formats.source import is_gguf
+from edgeft.formats.splitters import SAME_SPLITTERS, SPLITTERS
+from edgeft.formats.vocabulary import BYTE_LEVEL, SENTENCEPIECE
 
 if TYPE_CHECKING:
     import torch
 
+    from edgeft.arch import Architecture
     from edgeft.engine.packed import Packed
     from edgeft.formats.gguf import GGUF
     from edgeft.formats.safetensors import Weights
@@ -153,72 +147,52 @@ def _write_json(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# ---------------------------------------------------------------- biases
-
-
-def _bias_groups(present: set[str], depth: int) -> tuple[dict[str, bool], list[str]]:
-    """LLaMA has biases on all attention (FFN) linears or on none: (what config.json says, those to add as zeros)."""
-    from edgeft.arch.header import LINEARS
-
-    groups = {"attention_bias": ("q", "k", "v", "o"), "mlp_bias": ("gate", "up", "down")}
-    config: dict[str, bool] = {}
-    missing: list[str] = []
-    for key, tensors in groups.items():
-        every = [f"layers.{number}.{LINEARS[t][0]}.bias" for number in range(depth) for t in tensors]
-        if present.intersection(every):
-            config[key] = True
-            missing += [name for name in every if name not in present]
-    return config, missing
-
-
 # ---------------------------------------------------------------- from GGUF
 
 
 def _from_gguf(source: Path, updates: Updates, folder: Path) -> None:
     import torch
 
-    from edgeft.arch.header import LINEARS, NORMS
-    from edgeft.engine.load_gguf import gguf_config, packed, row_order, vector
+    from edgeft.arch import of_gguf
+    from edgeft.engine.load_gguf import matrix_and_bias, norm_weight, packed, vector
     from edgeft.formats.gguf import GGUF
 
     gguf = GGUF.open(source)
-    config = gguf_config(gguf)
+    arch = of_gguf(gguf)
+    config = arch.config(gguf)
+    sizes = arch.sizes(config)
     _tokenizer_files(gguf, config, folder)  # before the weights: it fails sooner
     shards = Shards(folder)
     done: set[str] = set()
     for name, values in updates:
         shards.add(f"model.{name}", values.half())
         done.add(name)
-    for number in range(config.num_hidden_layers):
-        for tensor, (path, short) in LINEARS.items():
-            name, target = f"layers.{number}.{path}", f"blk.{number}.{short}"
-            order = row_order(gguf, tensor)
+    for number in range(sizes.depth):
+        for tensor, linear in arch.linears.items():
+            name = f"layers.{number}.{linear.path}"
+            matrix, bias = matrix_and_bias(gguf, f"blk.{number}.{linear.gguf}", arch.row_order(tensor, sizes))
             if f"{name}.weight" not in done:
-                matrix = packed(gguf, f"{target}.weight")
-                shards.add(f"model.{name}.weight", _half(matrix if order is None else matrix.permuted(order)))
-            bias = vector(gguf, f"{target}.bias")
+                shards.add(f"model.{name}.weight", _half(matrix))
             if bias is not None and f"{name}.bias" not in done:
                 done.add(f"{name}.bias")
-                shards.add(f"model.{name}.bias", (bias if order is None else bias[torch.from_numpy(order)]).half())
-        for path, short in NORMS.items():
-            norm = vector(gguf, f"blk.{number}.{short}.weight")
-            if norm is not None and f"layers.{number}.{path}.weight" not in done:
-                shards.add(f"model.layers.{number}.{path}.weight", norm.half())
+                shards.add(f"model.{name}.bias", bias.half())
+        for norm in arch.norms:
+            weight = norm_weight(gguf, number, norm)
+            if weight is not None and f"layers.{number}.{norm.path}.weight" not in done:
+                shards.add(f"model.layers.{number}.{norm.path}.weight", weight.half())
     last = vector(gguf, "output_norm.weight")
-    assert last is not None  # gguf_config has looked
+    assert last is not None  # checked with the header
     shards.add("model.norm.weight", last.half())
     shards.add("model.embed_tokens.weight", _half(packed(gguf, "token_embd.weight")))
     if "output.weight" in gguf.tensors:
         shards.add("lm_head.weight", _half(packed(gguf, "output.weight")))
-    if gguf.arch == "llama":
-        flags, missing = _bias_groups(done, config.num_hidden_layers)
-        config.update(flags)
-        for name in missing:
-            tensor = next(t for t, (path, _) in LINEARS.items() if path in name)
-            rows = gguf.tensors[f"blk.{name.split('.')[1]}.{LINEARS[tensor][1]}.weight"].shape[1]
-            shards.add(f"model.{name}", torch.zeros(rows, dtype=torch.float16))
+    flags, missing = arch.missing_biases(done, sizes.depth)
+    config.update(flags)
+    for name in missing:
+        rows = gguf.tensors[arch.gguf_name(name)[0].removesuffix("bias") + "weight"].shape[1]
+        shards.add(f"model.{name}", torch.zeros(rows, dtype=torch.float16))
     shards.close()
-    _save_config(gguf, config, folder)
+    _save_config(gguf, arch, config, folder)
 
 
 def _half(matrix: Packed) -> torch.Tensor:
@@ -231,7 +205,7 @@ def _half(matrix: Packed) -> torch.Tensor:
     return out
 
 
-def _save_config(gguf: GGUF, config: Any, folder: Path) -> None:
+def _save_config(gguf: GGUF, arch: Architecture, config: Any, folder: Path) -> None:
     from transformers import GenerationConfig
 
     from edgeft.engine.load_gguf import vector
@@ -247,12 +221,10 @@ def _save_config(gguf: GGUF, config: Any, folder: Path) -> None:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-        if not np.allclose(rope_factors(config), factors.numpy(), rtol=1e-3):
+        if not np.allclose(rope_factors(config, arch.sizes(config).head), factors.numpy(), rtol=1e-3):
             raise ExportError(f"{gguf.path.name} scales its rotary frequencies in an unknown way", "use --format gguf")
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # the file has it as float32
-    config.architectures = [
-        {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}.get(gguf.arch, "Qwen3ForCausalLM")
-    ]
+    config.architectures = [arch.model_class]
     config.dtype = "float16"
     config.pad_token_id = gguf.get_key("tokenizer.ggml.padding_token_id")
     config.save_pretrained(str(folder))
@@ -275,22 +247,28 @@ def _tokenizer_files(gguf: GGUF, config: Any, folder: Path) -> None:
 
     kind = gguf.get_key("tokenizer.ggml.model")
     tokens, types = gguf.get_key("tokenizer.ggml.tokens", []), gguf.get_key("tokenizer.ggml.token_type", [])
-    types = types or [NORMAL] * len(tokens)
-    while types and types[-1] == UNUSED:  # placeholders for rows of the embedding that have no token
+    types = types or [TokenType.NORMAL] * len(tokens)
+    while types and types[-1] == TokenType.UNUSED:  # placeholders for rows of the embedding that have no token
         types.pop()
     tokens = tokens[: len(types)]
     made: Tokenizer
-    if kind == "gpt2":
+    if kind == BYTE_LEVEL:
         made = _byte_level(gguf, tokens)
-    elif kind == "llama":
+    elif kind == SENTENCEPIECE:
         made = _sentencepiece(gguf, tokens, types)
     else:
         raise ExportError(f"tokenizers of kind `{kind}` cannot be written for Hugging Face", "use --format gguf")
     pairs = list(zip(tokens, types, strict=True))
     made.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text, kind in pairs if kind in (CONTROL, UNKNOWN)]
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text, kind in pairs
+            if kind in (TokenType.CONTROL, TokenType.UNKNOWN)
+        ]
     )
-    made.add_tokens([AddedToken(text, special=False, normalized=False) for text, kind in pairs if kind == USER_DEFINED])
+    made.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text, kind in pairs if kind == TokenType.USER_DEFINED]
+    )
     read = GgufTokenizer(gguf.path)
     if read.add_bos:
         bos = tokens[read.bos]
@@ -348,7 +326,7 @@ def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> Any:
     vocabulary = {text: number for number, text in enumerate(tokens)}
     merges = []
     for number, (text, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind not in (NORMAL, USER_DEFINED):
+        if kind not in (TokenType.NORMAL, TokenType.USER_DEFINED):
             continue
         for cut in range(1, len(text)):
             left, right = vocabulary.get(text[:cut]), vocabulary.get(text[cut:])
@@ -381,7 +359,7 @@ def _from_hf(source: str, updates: Updates, folder: Path) -> None:
     from edgeft.formats.safetensors import DTYPES, Weights
 
     origin = resolve(source)
-    config, weights = read_config(origin), Weights(origin)
+    (arch, config), weights = read_config(origin), Weights(origin)
     for file in origin.iterdir():
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHT_ENDINGS):
             shutil.copyfile(file, folder / file.name)
@@ -399,7 +377,7 @@ def _from_hf(source: str, updates: Updates, folder: Path) -> None:
             stream.seek(place.offset)
             stream.write(_bytes(cast))
     if new:
-        _add_biases(weights, config, new, folder)
+        _add_biases(weights, arch, config.num_hidden_layers, new, folder)
 
 
 def _bytes(values: torch.Tensor) -> bytes:
@@ -408,20 +386,20 @@ def _bytes(values: torch.Tensor) -> bytes:
     return values.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _add_biases(weights: Weights, config: Any, new: dict[str, torch.Tensor], folder: Path) -> None:
-    """Biases that the base has not: a shard of their own, and a config that tells of them."""
+def _add_biases(weights: Weights, arch: Architecture, depth: int, new: dict[str, torch.Tensor], folder: Path) -> None:
+    """Biases that the base has not: a shard of their own, and a config that declares them."""
     import torch
 
     from edgeft.formats.safetensors import DTYPES
 
     present = {name for name in weights.places if name.endswith(".bias")}
-    flags, missing = _bias_groups(present | set(new), config.num_hidden_layers)
+    flags, missing = arch.missing_biases(present | set(new), depth)
     for name in missing:
         place = weights.places[name.removesuffix("bias") + "weight"]
         new[name] = torch.zeros(place.shape[0], dtype=DTYPES[place.dtype][0])
     values = json.loads((folder / "config.json").read_text("utf-8"))
-    if values["model_type"] == "mistral":  # the same blocks as LLaMA's, whose config can have biases
-        values |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    if values["model_type"] != arch.model_types[0]:  # the same blocks (Mistral), under a type that can have biases
+        values |= {"model_type": arch.model_types[0], "architectures": [arch.model_class]}
     _write_json(folder / "config.json", values | flags)
 
     files = [file.name for file in weights.files]

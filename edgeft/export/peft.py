@@ -19,7 +19,6 @@ def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
     """adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained; `base` is the model's name."""
     from peft import LoraConfig
 
-    from edgeft.arch.header import LINEARS
     from edgeft.export.hf import new_folder, save
 
     hint = "use --format gguf or --format hf: there all updates are merged"
@@ -27,21 +26,21 @@ def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
         raise ExportError("only LoRA runs have adapters, and this run trained the tensors themselves", hint)
     if scheme.biases or scheme.norms:
         raise ExportError("this run trained biases or norms beside its adapters, which PEFT's file cannot hold", hint)
-    tensors = {}
+    linears, tensors = stack.arch.linears, {}
     for number, tensor in scheme.shares:
         module: Any = stack.linear(number, tensor)
-        prefix = f"base_model.model.model.layers.{number}.{LINEARS[tensor][0]}"
+        prefix = f"base_model.model.model.layers.{number}.{linears[tensor].path}"
         for part in ("lora_A", "lora_B"):
             weight = getattr(module, part)["default"].weight
             tensors[f"{prefix}.{part}.weight"] = weight.detach().float().contiguous()
     names = {tensor for _, tensor in scheme.shares}
     where: dict[str, Any] = {
-        "target_modules": [LINEARS[name][0].rpartition(".")[2] for name in LINEARS if name in names],
+        "target_modules": [linear.path.rpartition(".")[2] for name, linear in linears.items() if name in names],
         "layers_to_transform": list(scheme.blocks),
         "layers_pattern": "layers",
     }
     if len(scheme.shares) < len(names) * len(scheme.blocks):  # not the same tensors in every block
-        where = {"target_modules": [f"layers.{number}.{LINEARS[tensor][0]}" for number, tensor in scheme.shares]}
+        where = {"target_modules": [f"layers.{number}.{linears[tensor].path}" for number, tensor in scheme.shares]}
     config = LoraConfig(
         r=scheme.rank,
         lora_alpha=scheme.alpha,  # type: ignore[arg-type]

@@ -18,15 +18,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGML_QUANT_SIZES, GGUFValueType
 
 from edgeft.errors import ModelError
 from edgeft.host.system import advise
 
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = (
+    int(GGUFValueType[name]) for name in ("UINT32", "INT32", "FLOAT32", "BOOL", "STRING", "ARRAY")
+)
+_CODES = {"UINT8": "B", "INT8": "b", "UINT16": "H", "INT16": "h", "UINT32": "I", "INT32": "i", "FLOAT32": "f"}
+_CODES |= {"BOOL": "?", "UINT64": "Q", "INT64": "q", "FLOAT64": "d"}
+SCALARS = {int(GGUFValueType[name]): code for name, code in _CODES.items()}  # value type → code of `struct`
 QUANT_SIZES = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}  # (values, bytes) of a block
 STRUCTS = {code: struct.Struct("<" + code) for code in SCALARS.values()}
-UINT32, STRING, ARRAY = 4, 8, 9
 # What no honest header comes near, so that a hostile one is refused in bounded time and memory, even in a sparse file.
 MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 16, 4
 MAX_ITEMS = 1 << 22  # values of all arrays together; a vocabulary of 256,000 with its merges has about a million

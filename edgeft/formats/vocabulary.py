@@ -7,7 +7,8 @@ from gguf.constants import GGUFValueType
 from edgeft.errors import ModelError
 from edgeft.formats.gguf import ARRAY, GGUF, STRING
 
-TOKENIZERS = ("llama", "gpt2")  # SentencePiece and byte-level BPE: what the architectures above come with
+SENTENCEPIECE, BYTE_LEVEL = "llama", "gpt2"  # tokenizer.ggml.model
+TOKENIZERS = (SENTENCEPIECE, BYTE_LEVEL)
 _VOCABULARY = {"tokens": STRING, "scores": GGUFValueType.FLOAT32, "token_type": GGUFValueType.INT32, "merges": STRING}
 
 
@@ -30,10 +31,12 @@ def check_vocabulary(gguf: GGUF) -> None:
     for key, (kind, item, length) in there.items():
         if kind != ARRAY or item != _VOCABULARY[key] or (key != "merges" and length != count):
             raise ModelError(f"{gguf.path} is damaged: its tokenizer.ggml.{key} are not what they should be", again)
-    if not count or (model == "gpt2" and "merges" not in there):
+    if not count or (model == BYTE_LEVEL and "merges" not in there):
         raise ModelError(f"{gguf.path} has no vocabulary", "a vocabulary is part of every complete GGUF model file")
     tokens = {text or b"[EMPTY_%d]" % i for i, text in enumerate(gguf.texts("tokenizer.ggml.tokens"))}
     if len(tokens) < count:
         raise ModelError(f"{gguf.path} is damaged: a token stands twice in its vocabulary", again)
-    if model == "llama" and not all(b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens for byte in range(256)):
+    if model == SENTENCEPIECE and not all(
+        b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens for byte in range(256)
+    ):
         raise ModelError(f"{gguf.path} is damaged: its vocabulary lacks tokens for single bytes", again)

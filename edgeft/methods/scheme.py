@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgeft.arch.header import BIASES, LINEARS, NORMS
+from edgeft.arch import Architecture
 from edgeft.config import PartConfig, UpdateConfig
 from edgeft.errors import ConfigError
 
@@ -143,18 +143,18 @@ def _one(item: Any, depth: int, single: bool) -> range:
     return range(first, last + 1)
 
 
-def make(update: UpdateConfig, depth: int, arch: str) -> Scheme:
+def make(update: UpdateConfig, depth: int, arch: Architecture) -> Scheme:
     """The scheme that a recipe means for a model of this depth and architecture."""
     parts = update.parts or [PartConfig(update.blocks, update.tensors, update.channels, update.biases, update.norms)]
     shares: dict[tuple[int, str], float] = {}
     biases: set[tuple[int, str]] = set()
     norms: set[int] = set()
     for part in parts:
-        able = [tensor for tensor in part.tensors if tensor in BIASES[arch]]
+        able = [tensor for tensor in part.tensors if tensor in arch.biases]
         if part.biases and not able:
             raise ConfigError(
-                f"llama.cpp reads no biases for these tensors of a `{arch}` model "
-                f"(it reads: {', '.join(BIASES[arch]) or 'none'})",
+                f"llama.cpp reads no biases for these tensors of a `{arch.name}` model "
+                f"(it reads: {', '.join(arch.biases) or 'none'})",
                 "use `--set update.biases=false`, and `--set update.weights=true` or `--set update.norms=true`",
             )
         for block in parse_blocks(part.blocks, depth):
@@ -165,7 +165,11 @@ def make(update: UpdateConfig, depth: int, arch: str) -> Scheme:
             norms |= {block} if part.norms else set()
     scheme = Scheme(
         method=update.method,
-        shares={(b, t): shares[b, t] for b, t in sorted(shares, key=_place) if shares[b, t]},
+        shares={
+            (b, t): shares[b, t]
+            for b, t in sorted(shares, key=lambda key: (key[0], list(arch.linears).index(key[1])))
+            if shares[b, t]
+        },
         biases=frozenset(biases),
         norms=frozenset(norms),
         choose=update.choose,
@@ -193,10 +197,6 @@ def make(update: UpdateConfig, depth: int, arch: str) -> Scheme:
     return scheme
 
 
-def _place(key: tuple[int, str]) -> tuple[int, int]:
-    return key[0], list(LINEARS).index(key[1])
-
-
 def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
     """Puts the scheme into the stack; returns what is trained, by its name in transformers' model."""
     import torch
@@ -208,7 +208,8 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
         parameter.requires_grad_(False)
     for number in scheme.blocks:
         block = stack.layers[number]
-        for tensor, (path, _) in LINEARS.items():
+        for tensor, linear in stack.arch.linears.items():
+            path = linear.path
             module: Any = block.get_submodule(path)
             if scheme.share(number, tensor) and scheme.method != "lora":
                 module = _trainable(module, scheme, scheme.share(number, tensor), seed, f"layers.{number}.{path}")
@@ -219,11 +220,8 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
                 )
                 module.bias = nn.Parameter(start)
         if scheme.normed(number):
-            for name in NORMS:
-                try:
-                    norm: Any = block.get_submodule(name)
-                except AttributeError:
-                    continue
+            for part in stack.arch.norms:
+                norm: Any = block.get_submodule(part.path)
                 norm.weight = nn.Parameter(norm.weight.detach().float().clone())
     if scheme.method == "lora":
         _inject_lora(stack, scheme, seed)
@@ -279,7 +277,7 @@ def _inject_lora(stack: Stack, scheme: Scheme, seed: int) -> None:
     import torch
     from peft import LoraConfig, inject_adapter_in_model
 
-    names = "|".join(re.escape(f"{block}.{LINEARS[tensor][0]}") for block, tensor in scheme.shares)
+    names = "|".join(re.escape(f"{block}.{stack.arch.linears[tensor].path}") for block, tensor in scheme.shares)
     config = LoraConfig(
         r=scheme.rank,
         lora_alpha=scheme.alpha,  # type: ignore[arg-type]
@@ -305,9 +303,9 @@ def updated(stack: Stack, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
 
     for number in scheme.blocks:
         block = stack.layers[number]
-        for tensor, (path, _) in LINEARS.items():
-            name = f"layers.{number}.{path}"
-            module: Any = block.get_submodule(path)
+        for tensor, linear in stack.arch.linears.items():
+            name = f"layers.{number}.{linear.path}"
+            module: Any = block.get_submodule(linear.path)
             share = scheme.share(number, tensor)
             if share and scheme.method == "lora":
                 down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
@@ -321,8 +319,6 @@ def updated(stack: Stack, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
             if scheme.biased(number, tensor):
                 yield f"{name}.bias", module.bias.detach()
         if scheme.normed(number):
-            for norm in NORMS:
-                try:
-                    yield f"layers.{number}.{norm}.weight", block.get_submodule(norm).weight.detach()  # type: ignore[operator]
-                except AttributeError:
-                    continue
+            for norm in stack.arch.norms:
+                weight: torch.Tensor = block.get_submodule(norm.path).weight  # type: ignore[assignment]
+                yield f"layers.{number}.{norm.path}.weight", weight.detach()

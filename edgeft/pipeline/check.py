@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgeft.arch import of_gguf
 from edgeft.config import Recipe
 from edgeft.formats.gguf import GGUF
 from edgeft.formats.source import is_gguf
@@ -20,7 +21,7 @@ def check_scheme(recipe: Recipe, source: str) -> None:
 
     if is_gguf(source):
         header = GGUF.open(source)
-        scheme.make(recipe.update, int(header.need("block_count")), header.arch)
+        scheme.make(recipe.update, int(header.need("block_count")), of_gguf(header))
 
 
 def check_disk(run: Run, source: str) -> None:
@@ -32,5 +33,5 @@ def check_disk(run: Run, source: str) -> None:
 
     if is_gguf(source):
         shape = plan.shape_of(source, run.recipe.model.frozen)
-        chosen = scheme.make(run.recipe.update, shape.depth, GGUF.open(source).arch)
-        check(disk.needs(run, shape, chosen, source))
+        chosen = scheme.make(run.recipe.update, shape.depth, shape.arch)
+        check(disk.needs(run, shape, chosen))

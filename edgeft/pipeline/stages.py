@@ -9,7 +9,6 @@ from edgeft.arch.check import check_model
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
 from edgeft.errors import RunError
-from edgeft.formats.gguf import GGUF
 from edgeft.formats.source import is_gguf
 from edgeft.formats.source import model_source as model_source
 from edgeft.pipeline.check import check_disk, check_scheme
@@ -61,7 +60,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     shape = plan.shape_of(source, run.recipe.model.frozen)
     if max(int(r.ids.max()) for r in rows + heldout) >= shape.vocabulary:
         raise RunError(f"{run.tokens} holds tokens that the model does not have", "delete it: it is made anew")
-    planned = schemes.make(run.recipe.update, shape.depth, GGUF.open(source).arch if is_gguf(source) else "llama")
+    planned = schemes.make(run.recipe.update, shape.depth, shape.arch)
     before = (run.read_json(run.plan) or {}) if budget_bytes else {}
     if run.recipe.how.products == "auto":  # bf16 ones may have been planned without
         run.recipe.how.products = (before.get("how") or {}).get("products", "auto")
@@ -84,7 +83,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     progress.line(f"{trainer.schedule.steps} steps, peak learning rate {trainer.schedule.peak:.2g}")
     weights_id = model_id(source)
     missing = trunk.missing(run, stack, trainer.forest, scheme.cut, weights_id, trainer.engine)
-    check([*disk.needs(run, shape, scheme, source), *missing])
+    check([*disk.needs(run, shape, scheme), *missing])
     trainer.fit(weights_id)
 
 

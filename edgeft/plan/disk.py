@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeft import plan
-from edgeft.formats.gguf import GGUF
-from edgeft.formats.source import is_gguf
 from edgeft.host.disk import Need, _size
+from edgeft.plan.shape import exported_bytes
 from edgeft.run.folder import Run
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from edgeft.plan import Shape
 
 
-def needs(run: Run, shape: Shape, scheme: Scheme, source: str) -> list[Need]:
+def needs(run: Run, shape: Shape, scheme: Scheme) -> list[Need]:
     """All but the trunk cache, which is known only when the rows are."""
     how, trained = run.recipe.how, plan.trained_parameters(shape, scheme)
     found: list[Need] = []
@@ -31,22 +30,5 @@ def needs(run: Run, shape: Shape, scheme: Scheme, source: str) -> list[Need]:
         found.append((run.path, "checkpoints", max(0, (how.keep_checkpoints + 1) * each - _size(run.checkpoints))))
         found.append((run.path, "best weights", max(0, 2 * 4 * trained - _size(run.best))))
     if not (run.exported.is_file() and run.model.is_file()):
-        found.append((run.path, "exported model", exported_bytes(source, shape, scheme, run.recipe.export.type)))
+        found.append((run.path, "exported model", exported_bytes(shape, scheme, run.recipe.export.type)))
     return found
-
-
-def exported_bytes(source: str, shape: Shape, scheme: Scheme, type_name: str) -> int:
-    if not is_gguf(source):  # fp16, and the base converted first
-        return 2 * 2 * (shape.depth * shape.block_parameters + 2 * shape.vocabulary * shape.width)
-    from edgeft.arch.header import LINEARS
-    from edgeft.formats import ggml
-    from edgeft.formats.types import check_type, chosen_type
-
-    check_type(type_name)
-    base = GGUF.open(source)
-    total = base.path.stat().st_size
-    for block, tensor in scheme.shares:
-        info = base.tensors[f"blk.{block}.{LINEARS[tensor][1]}.weight"]
-        cols, rows = info.shape
-        total += rows * ggml.row_bytes(chosen_type(info, type_name), cols) - info.nbytes
-    return total

@@ -16,7 +16,6 @@ from typing import Any
 from edgeft.config import CHANNELS, TENSORS, Device, ExecutionConfig, PartConfig, Recipe
 from edgeft.engine import compiled
 from edgeft.errors import ConfigError, DoesNotFitError
-from edgeft.formats import ggml
 from edgeft.host import device
 from edgeft.methods import scheme as schemes
 from edgeft.methods.scheme import Scheme
@@ -25,7 +24,7 @@ from edgeft.plan.flops import step_flops
 from edgeft.plan.memory import EngineSpec
 from edgeft.plan.rows import Workload, total
 from edgeft.plan.seconds import Rates
-from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters
+from edgeft.plan.shape import STATE_BYTES, Shape, exported_bytes, trained_parameters
 
 SMALLEST = 64  # tokens of a micro-batch, below which products are too thin to be worth it
 SLACK = 0.03  # of the budget is left free: a plan may be off by so much
@@ -124,20 +123,6 @@ class Job:
 
     def seconds(self) -> float:
         return sum(self.clock().stages(self.exported_bytes).values())
-
-
-def exported_bytes(shape: Shape, scheme: Scheme, type_name: str) -> int:
-    """Of the exported file's tensors."""
-    if not shape.mapped:  # in 16 bits, and the base is converted first
-        return 2 * 2 * (shape.depth * shape.block_parameters + 2 * shape.vocabulary * shape.width)
-    total = shape.file_bytes
-    for block, tensor in scheme.shares:
-        rows, cols = shape.linear(tensor)
-        packed = shape.packed_bytes(block, tensor)
-        if type_name == "keep" or (type_name == "auto" and packed >= 2 * rows * cols):
-            continue
-        total += rows * ggml.row_bytes(ggml.type_id("q8_0" if type_name == "auto" else type_name), cols) - packed
-    return total + sum(4 * shape.linear(tensor)[0] for _, tensor in scheme.biases)
 
 
 # ---------------------------------------------------------------- how

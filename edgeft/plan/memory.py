@@ -200,8 +200,8 @@ def _scratch(shape: Shape, engine: EngineSpec, trunk: bool) -> int:
     found = max(head, (4 if wide else 2) * _largest(shape))
     if engine.half and not shape.kernel_types:  # then to bf16
         found += 2 * _largest(shape)
-    if shape.arch == "llama" and shape.mapped:  # packed rows of q and k, put in order
-        found += max(shape.packed_bytes(0, "q"), shape.packed_bytes(0, "k"))
+    if shape.mapped:  # packed rows, put in order
+        found += max((shape.packed_bytes(0, tensor) for tensor in shape.arch.interleaved), default=0)
     return found
 
 

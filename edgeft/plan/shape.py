@@ -1,6 +1,6 @@
-"""What a run's needs depend on, of any model: its sizes, and how many bytes each of its tensors has.
+"""The shape of a model: its sizes, and the bytes of each of its tensors.
 
-From a file's header alone; no weight is read.
+Read from a header or a configuration alone; no weight is read.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from edgeft.arch.header import LINEARS, header_values, plain_rotation
-from edgeft.config import TENSORS
+from edgeft.arch import Architecture, Sizes, of_gguf
+from edgeft.arch.header import plain_rotation
+from edgeft.engine.limits import UNPACKED
 from edgeft.formats import ggml
 from edgeft.formats.gguf import GGUF, TensorInfo
 from edgeft.formats.source import is_gguf
-from edgeft.formats.types import SLOW
+from edgeft.formats.types import SLOW, check_type
 from edgeft.methods.scheme import channel_count
 
 if TYPE_CHECKING:
@@ -25,48 +26,33 @@ if TYPE_CHECKING:
 STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 256}  # AdamW's moments of a trained number; 8bit: with scales
 # Work of unpacking a value by ggml, as operations of a float32 product in the same time; measured with AVX-512
 UNPACK_FLOPS = {"iq": 290.0, "q2_k": 100.0, "q3_k": 100.0, "q5_k": 100.0, "q6_k": 100.0, "": 27.0}
-KERNEL_TYPES = (2, 3, 8)  # q4_0, q4_1, q8_0: what the kernels unpack themselves; ggml does the others, to float32 alone
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Sizes):
     """What memory and time depend on, of any model."""
 
-    depth: int
-    width: int
-    query: int  # values of all query heads of a token
-    key: int  # of all key heads
-    ffn: int
-    vocabulary: int
-    head: int  # values of one head
+    arch: Architecture
     gate: str  # the activation between gate and up
-    file_bytes: int = 0  # packed weights as they sit in memory, or are mapped
+    file_bytes: int = 0  # packed weights as they lie in memory, or are mapped
+    header_bytes: int = 0  # of a GGUF file: keys, and the vocabulary among them
     lean: bool = False  # the kernels run it without transformers
-    arch: str = "llama"
-    blocks: tuple[tuple[int, ...], ...] = ()  # bytes of each linear as it is packed, by block, in the order of TENSORS
+    blocks: tuple[tuple[int, ...], ...] = ()  # packed bytes of each linear, by block, in the order of `arch.linears`
     embedding_bytes: int = 0
     head_bytes: int = 0  # 0: the head is the embedding
     kernel_types: bool = True  # the kernels unpack every linear themselves
     unpack_flops: float = 0.0  # of a value that ggml unpacks, on average
-    slow_types: bool = False  # llama.cpp multiplies some of them slowly, see evaluate/quick.py
+    slow_types: bool = False  # llama.cpp multiplies some of them slowly, see evaluate/fast_types.py
     mapped: bool = False  # weights are read from a mapped GGUF file
     dense: bool = False  # frozen weights are unpacked to float32 when they are loaded
 
     def linear(self, tensor: str) -> tuple[int, int]:
         """(outputs, inputs)."""
-        return {
-            "q": (self.query, self.width),
-            "k": (self.key, self.width),
-            "v": (self.key, self.width),
-            "o": (self.width, self.query),
-            "gate": (self.ffn, self.width),
-            "up": (self.ffn, self.width),
-            "down": (self.width, self.ffn),
-        }[tensor]
+        return self.arch.linears[tensor].shape(self)
 
     def linears(self) -> list[tuple[str, int, int]]:
         """(tensor, outputs, inputs) of a block."""
-        return [(name, *self.linear(name)) for name in TENSORS]
+        return [(name, *self.linear(name)) for name in self.arch.linears]
 
     @cached_property
     def block_parameters(self) -> int:
@@ -75,7 +61,7 @@ class Shape:
     def packed_bytes(self, block: int, tensor: str | None = None) -> int:
         """Of one linear of a block, or of all of them."""
         sizes = self.blocks[block]
-        return sum(sizes) if tensor is None else sizes[TENSORS.index(tensor)]
+        return sum(sizes) if tensor is None else sizes[list(self.arch.linears).index(tensor)]
 
     @property
     def tables_bytes(self) -> int:
@@ -83,20 +69,10 @@ class Shape:
         return self.embedding_bytes + self.head_bytes
 
 
-def shape_of_config(config: Any, file_bytes: int = 0) -> Shape:
+def shape_of_config(arch: Architecture, config: Any, file_bytes: int = 0) -> Shape:
     """From transformers' configuration of a model."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Shape(
-        depth=config.num_hidden_layers,
-        width=config.hidden_size,
-        query=config.num_attention_heads * head,
-        key=config.num_key_value_heads * head,
-        ffn=config.intermediate_size,
-        vocabulary=config.vocab_size,
-        head=head,
-        gate=getattr(config, "hidden_act", "silu"),
-        file_bytes=file_bytes,
-    )
+    gate = getattr(config, "hidden_act", arch.gate)
+    return Shape(**vars(arch.sizes(config)), arch=arch, gate=gate, file_bytes=file_bytes)
 
 
 def shape_of(source: str, frozen: str) -> Shape:
@@ -106,18 +82,20 @@ def shape_of(source: str, frozen: str) -> Shape:
 
 def _of_gguf(source: str, frozen: str) -> Shape:
     gguf = GGUF.open(source)
-    values = header_values(gguf)
-    shape = shape_of_config(SimpleNamespace(**values), sum(t.nbytes for t in gguf.tensors.values()))
-    linears = [[gguf.tensors[f"blk.{n}.{LINEARS[t][1]}.weight"] for t in TENSORS] for n in range(shape.depth)]
+    arch = of_gguf(gguf)
+    values = arch.values(gguf)
+    shape = shape_of_config(arch, SimpleNamespace(**values), sum(t.nbytes for t in gguf.tensors.values()))
+    names = [linear.gguf for linear in arch.linears.values()]
+    linears = [[gguf.tensors[f"blk.{n}.{name}.weight"] for name in names] for n in range(shape.depth)]
     head = gguf.tensors.get("output.weight")
     return dataclasses.replace(
         shape,
+        header_bytes=gguf.data.size - shape.file_bytes,
         lean=plain_rotation(values),
-        arch=gguf.arch,
         blocks=tuple(tuple(info.nbytes for info in block) for block in linears),
         embedding_bytes=gguf.tensors["token_embd.weight"].nbytes,
         head_bytes=head.nbytes if head else 0,
-        kernel_types=all(info.type in KERNEL_TYPES for block in linears for info in block),
+        kernel_types=all(info.type in UNPACKED for block in linears for info in block),
         unpack_flops=_unpack_flops([info for block in linears for info in block]),
         slow_types=any(ggml.type_name(info.type) in SLOW for block in linears for info in block),
         mapped=True,
@@ -129,17 +107,17 @@ def _unpack_flops(linears: list[TensorInfo]) -> float:
     work = 0.0
     for info in linears:
         name = ggml.type_name(info.type)
-        if info.type not in KERNEL_TYPES:
+        if info.type not in UNPACKED:
             work += info.shape[0] * info.shape[1] * next(f for kind, f in UNPACK_FLOPS.items() if name.startswith(kind))
     return work / sum(info.shape[0] * info.shape[1] for info in linears)
 
 
 def _of_folder(source: str, frozen: str) -> Shape:
-    from edgeft.arch.config import MODEL_TYPES, read_config
+    from edgeft.arch.config import read_config
     from edgeft.formats.hub import resolve
 
-    config = read_config(resolve(source))
-    shape = shape_of_config(config)
+    arch, config = read_config(resolve(source))
+    shape = shape_of_config(arch, config)
     each = {"dense": 4.0, "int8": 1.01}.get(frozen, 0.57)  # bytes a value; nf4 with its scales
     sizes = tuple(int(each * rows * cols) for _, rows, cols in shape.linears())
     table = 2 * shape.vocabulary * shape.width  # as stored, in 16 bits
@@ -147,7 +125,6 @@ def _of_folder(source: str, frozen: str) -> Shape:
     return dataclasses.replace(
         shape,
         file_bytes=shape.depth * sum(sizes) + table + head,
-        arch=MODEL_TYPES[config.model_type],
         blocks=(sizes,) * shape.depth,
         embedding_bytes=table,
         head_bytes=head,
@@ -157,7 +134,7 @@ def _of_folder(source: str, frozen: str) -> Shape:
 
 def trained_tensors(shape: Shape, scheme: Scheme) -> list[int]:
     """Numbers in every trained tensor."""
-    sizes = [shape.width for block in scheme.blocks if scheme.normed(block) for _ in range(2)]
+    sizes = [norm.size(shape) for block in scheme.blocks if scheme.normed(block) for norm in shape.arch.norms]
     for block in scheme.blocks:
         for tensor, rows, cols in shape.linears():
             share = scheme.share(block, tensor)
@@ -174,3 +151,18 @@ def trained_tensors(shape: Shape, scheme: Scheme) -> list[int]:
 
 def trained_parameters(shape: Shape, scheme: Scheme) -> int:
     return sum(trained_tensors(shape, scheme))
+
+
+def exported_bytes(shape: Shape, scheme: Scheme, type_name: str) -> int:
+    """Of the exported GGUF file."""
+    check_type(type_name)
+    if not shape.mapped:  # in 16 bits, and the base is converted first
+        return 2 * 2 * (shape.depth * shape.block_parameters + 2 * shape.vocabulary * shape.width)
+    total = shape.header_bytes + shape.file_bytes
+    for block, tensor in scheme.shares:
+        rows, cols = shape.linear(tensor)
+        packed = shape.packed_bytes(block, tensor)
+        if type_name == "keep" or (type_name == "auto" and packed >= 2 * rows * cols):
+            continue
+        total += rows * ggml.row_bytes(ggml.type_id("q8_0" if type_name == "auto" else type_name), cols) - packed
+    return total + sum(4 * shape.linear(tensor)[0] for _, tensor in scheme.biases)

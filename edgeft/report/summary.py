@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from edgeft.arch import of_gguf
 from edgeft.errors import EdgeftError
 from edgeft.formats.gguf import GGUF
 from edgeft.formats.source import demo_model, is_gguf
@@ -197,7 +198,7 @@ def tensor_map(run: Run, origin: Path | None, scheme: dict[str, Any]) -> TensorM
         if run.model.is_file() and scheme.get("blocks"):
             tuned = GGUF.open(run.model)
             depth = int(tuned.need("block_count"))
-            chosen = schemes.make(run.recipe.update, depth, tuned.arch)
+            chosen = schemes.make(run.recipe.update, depth, of_gguf(tuned))
             keys = [*chosen.shares, *((b, "norms") for b in chosen.norms), *((b, "biases") for b, _ in chosen.biases)]
             return TensorMap(depth, dict.fromkeys(keys), measured=False)
     except (EdgeftError, KeyError, OSError):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from edgeft.arch.header import BIASES, LINEARS, NORMS
+from edgeft.arch import Architecture
 from edgeft.config import CHANNELS
 from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
@@ -158,10 +158,11 @@ def temporarily_trainable(stack: Stack, scheme: Scheme) -> Iterator[dict[str, nn
     norms: list[tuple[Any, Any]] = []
     for number in scheme.blocks:
         block = stack.layers[number]
-        for path, _ in LINEARS.values():
-            module: Any = block.get_submodule(path)
-            linears.append((block, path, module, module.bias))
-        norms += [(module, module.weight) for name, module in block.named_modules() if name in NORMS]
+        for linear in stack.arch.linears.values():
+            module: Any = block.get_submodule(linear.path)
+            linears.append((block, linear.path, module, module.bias))
+        every = [block.get_submodule(norm.path) for norm in stack.arch.norms]
+        norms += [(module, module.weight) for module in every]
     try:
         yield schemes.apply(stack, scheme, seed=0)
     finally:
@@ -210,8 +211,9 @@ def _step(by: Tensor, on: Tensor, optimizer: str) -> Tensor:
 def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, tell: Callable[[], None]) -> FirstOrder:
     """`inputs` are filled; calls `tell` after each block."""
     forest, depth = sample.forest, stack.depth
-    weights = np.zeros((depth, len(LINEARS), len(SHARES)))
-    biases, norms = np.zeros((depth, len(LINEARS))), np.zeros(depth)
+    tensors = len(stack.arch.linears)
+    weights = np.zeros((depth, tensors, len(SHARES)))
+    biases, norms = np.zeros((depth, tensors)), np.zeros(depth)
     halves = [sample.parts[0::2], sample.parts[1::2] or sample.parts[0::2]]
     targets = [forest.trained([row for part in half for row in part]) for half in halves]
     above: list[Tensor | None] = [None] * len(sample.parts)  # the loss's gradient at what the block gives
@@ -228,7 +230,7 @@ def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, te
                 gradients[1] = dict(gradients[0])
             for name in list(gradients[0]):
                 one, other = (half.pop(name) for half in gradients)
-                kind = _kind(name)
+                kind = _kind(name, stack.arch)
                 if kind is None:
                     norms[block] += float(decrease(one, other, optimizer).sum())
                 elif name.endswith(".bias"):
@@ -239,19 +241,19 @@ def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, te
     return FirstOrder(weights, np.maximum(biases, 0), np.maximum(norms, 0))
 
 
-def _whole_block(block: int, arch: str) -> Scheme:
+def _whole_block(block: int, arch: Architecture) -> Scheme:
     return Scheme(
         "sparse",
-        {(block, tensor): 1.0 for tensor in LINEARS},
-        frozenset((block, tensor) for tensor in BIASES[arch]),
+        {(block, tensor): 1.0 for tensor in arch.linears},
+        frozenset((block, tensor) for tensor in arch.biases),
         frozenset([block]),
     )
 
 
-def _kind(name: str) -> int | None:
+def _kind(name: str, arch: Architecture) -> int | None:
     """layers.3.mlp.up_proj.weight → the place of `up`; None for a norm."""
     path = name.split(".", 2)[2].rpartition(".")[0]
-    return next((place for place, (module, _) in enumerate(LINEARS.values()) if module == path), None)
+    return next((place for place, linear in enumerate(arch.linears.values()) if linear.path == path), None)
 
 
 def _back(

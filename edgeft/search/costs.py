@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgeft.arch.header import BIASES
 from edgeft.config import TENSORS, ExecutionConfig, Recipe
 from edgeft.data.tokens import Encoded
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import Shape, fit
 from edgeft.plan.memory import EngineSpec, peak, state_bytes
 from edgeft.plan.rows import Workload
+from edgeft.plan.shape import exported_bytes
 from edgeft.search.evolve import PLACES, SHARES, Problem
 
 BELOW = 5  # blocks that a stack is asked about with, to see what a tensor adds in its middle
@@ -63,7 +63,7 @@ class Costs:
     def _planned(self, scheme: Scheme, how: ExecutionConfig) -> fit.Job:
         job = self.job.with_how(how)
         job.scheme = scheme
-        job.exported_bytes = fit.exported_bytes(self.shape, scheme, job.recipe.export.type)
+        job.exported_bytes = exported_bytes(self.shape, scheme, job.recipe.export.type)
         return job
 
     def of(self, scheme: Scheme, how: ExecutionConfig, budget_bytes: float) -> Floats:
@@ -114,7 +114,7 @@ class Costs:
                     places = [number // PLACES**n % PLACES for n in range(len(group))]
                     shares = {(block, TENSORS[t]): SHARES[p] for t, p in zip(group, places, strict=True) if p}
                     table[same, number] = self._parts(_scheme({**anchor, **shares}), how) - fixed[low]
-            biases = [(block, tensor) for tensor in BIASES[self.shape.arch]]
+            biases = [(block, tensor) for tensor in self.shape.arch.biases]
             small[same] = self._parts(_scheme(anchor, biases, [block]), how) - fixed[low]
         at = next(n for n, group in enumerate(GROUPS) if TENSORS.index(ANCHOR) in group)
         fixed -= cost[at][:, PLACES ** GROUPS[at].index(TENSORS.index(ANCHOR))]

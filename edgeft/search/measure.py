@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgeft import plan
-from edgeft.arch.header import BIASES
+from edgeft.arch import Architecture
 from edgeft.config import TENSORS, Device, Recipe, format_duration
 from edgeft.data.tokens import Encoded
 from edgeft.formats import hub
@@ -133,7 +133,7 @@ class Measurements:
         )
         return found
 
-    def measure(self, first: FirstOrder, arch: str, budget_s: float) -> list[dict[str, Any]]:
+    def measure(self, first: FirstOrder, arch: Architecture, budget_s: float) -> list[dict[str, Any]]:
         """As many candidates as the budget has time for, by plan: the same call measures the same ones."""
         from edgeft.search.trial import Trials, trial_flops
 
@@ -176,11 +176,11 @@ class Candidate:
     def name(self) -> str:
         return f"{self.block}.{self.tensor}" if self.tensor else f"biases of the last {self.biased_blocks}"
 
-    def scheme(self, arch: str, depth: int) -> Scheme:
+    def scheme(self, arch: Architecture, depth: int) -> Scheme:
         if self.tensor is not None and self.block is not None:
             return Scheme("sparse", {(self.block, self.tensor): 1.0})
         blocks = range(depth - self.biased_blocks, depth)
-        return Scheme("sparse", {}, frozenset((b, t) for b in blocks for t in BIASES[arch]), frozenset(blocks))
+        return Scheme("sparse", {}, frozenset((b, t) for b in blocks for t in arch.biases), frozenset(blocks))
 
 
 def candidates(first: FirstOrder) -> list[Candidate]:

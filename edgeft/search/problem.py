@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeft import plan
-from edgeft.arch.header import BIASES
+from edgeft.arch import Architecture
 from edgeft.config import TENSORS, Device, PartConfig, Recipe, UpdateConfig, format_duration, format_size
 from edgeft.data.tokens import Encoded
 from edgeft.errors import ConfigError, DoesNotFitError
@@ -54,7 +54,7 @@ class SearchProblem:
 
     recipe: Recipe
     budget: Budget
-    arch: str
+    arch: Architecture
     costs: Costs
     problem: Problem
     numbers: dict[str, Any]  # of how it came about
@@ -244,19 +244,19 @@ def _last_blocks(problem: Problem) -> tuple[int, float]:
     return 0, 0.0
 
 
-def parts(level: npt.NDArray[np.int64], biased: int, arch: str) -> list[PartConfig]:
+def parts(level: npt.NDArray[np.int64], biased: int, arch: Architecture) -> list[PartConfig]:
     """A scheme as few entries of `update.parts`: tensors with the same blocks and share stand together."""
     depth = len(level)
     found: list[PartConfig] = []
     if biased:  # first, since a later entry counts where two name the same tensor
-        able = list(BIASES[arch])
+        able = list(arch.biases)
         found.append(PartConfig(ranges(range(depth - biased, depth)), able, 0.0, bool(able), True))
     groups: dict[tuple[int, bool, tuple[int, ...]], list[str]] = {}
     for column, tensor in enumerate(TENSORS):
         for place in range(1, len(SHARES)):
             blocks = np.flatnonzero(level[:, column] == place)
             for bias in (False, True):
-                inside = (blocks >= depth - biased) & (tensor in BIASES[arch])
+                inside = (blocks >= depth - biased) & (tensor in arch.biases)
                 some = tuple(int(block) for block in blocks[inside == bias])
                 if some:
                     groups.setdefault((place, bias, some), []).append(tensor)

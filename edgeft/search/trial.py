@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from edgeft.arch.header import BIASES
 from edgeft.config import ExecutionConfig, TrainConfig
 from edgeft.engine import optimizer as optimizers
 from edgeft.engine.batch import batch_of
@@ -66,7 +65,7 @@ def warm_up(stack: Stack, sample: Sample, train: TrainConfig, how: ExecutionConf
     what is still to be learned.
     """
     blocks = range(stack.depth)
-    able = frozenset((block, tensor) for block in blocks for tensor in BIASES[stack.arch])
+    able = frozenset((block, tensor) for block in blocks for tensor in stack.arch.biases)
     frugal, stack.frugal = stack.frugal, True
     parameters = schemes.apply(stack, Scheme("sparse", {}, able, frozenset(blocks)), seed=0)
     optimizer = optimizers.make(parameters, replace(train, optimizer="adamw"), how, stack.kernels)

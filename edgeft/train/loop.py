@@ -124,7 +124,7 @@ class Trainer:
             if layers
             else optimizer.make(parameters, run.recipe.train, how, stack.kernels)
         )
-        self.shape = shape_of_config(stack.config)
+        self.shape = shape_of_config(stack.arch, stack.config)
         self.step = 0
         self.best_loss = math.inf
         self.best_step = 0

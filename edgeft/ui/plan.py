@@ -12,8 +12,8 @@ from edgeft.config import UpdateConfig, format_count, format_duration, format_si
 from edgeft.plan.memory import GIVES_WAY, TERMS
 
 COLOURS = ("white", "blue", "green", "yellow", "magenta", "red", "cyan", "bright_black", "bright_blue", "bright_green")
-MARKS = "█▓▒░▉▊▋▌▍▎"  # also without colour, neighbours look different
-LEAST_BYTES = 1 << 20  # smaller terms are no bar
+MARKS = "█▓▒░▉▊▋▌▍▎"  # neighbours differ without colour, too
+LEAST_BYTES = 1 << 20  # smaller terms are not drawn
 WIDTH = 56
 
 
@@ -36,9 +36,9 @@ def _table(plan: dict[str, Any]) -> Table:
             table.add_row(term, *(format_size(n) if (n := stage["terms"][term]) else "" for stage in stages.values()))
     table.add_section()
     totals = [(format_size(stage["bytes"]), name == plan["peak_stage"]) for name, stage in stages.items()]
-    table.add_row(Text("in all", style="bold"), *(Text(told, style="bold" if most else "") for told, most in totals))
+    table.add_row(Text("total", style="bold"), *(Text(size, style="bold" if peak else "") for size, peak in totals))
     table.add_row(
-        f"{GIVES_WAY}, gives way", *(format_size(n) if (n := s["terms"][GIVES_WAY]) else "" for s in stages.values())
+        f"{GIVES_WAY}, evictable", *(format_size(n) if (n := s["terms"][GIVES_WAY]) else "" for s in stages.values())
     )
     if plan["seconds"] is not None:
         table.add_row("time", *(format_duration(stage["seconds"]) for stage in stages.values()))
@@ -49,7 +49,7 @@ def _bars(console: Console, plan: dict[str, Any]) -> None:
     """Terms as pieces of a bar for each stage; `|` is the budget."""
     stages, budget = plan["stages"], plan["budget_bytes"]
     most = max(stage["bytes"] for stage in stages.values())
-    shown = budget if most <= budget <= 3 * most else most  # a budget far away would leave no room for the bars
+    shown = budget if most <= budget <= 3 * most else most  # against a far larger budget the bars would vanish
     used: list[str] = []
     for name, stage in stages.items():
         bar, at, held = Text(), 0, 0
@@ -71,41 +71,40 @@ def _bars(console: Console, plan: dict[str, Any]) -> None:
 
 
 def lines(plan: dict[str, Any]) -> list[str]:
-    """The plan in a few sentences, as `finetune` prints it."""
+    """The plan in a few lines, as `finetune` prints it."""
     how, rows, disk = plan["how"], plan["rows"], plan["disk"]
     budget = plan["budget_bytes"]
     allowed = f" of {format_size(budget)} allowed" if budget else ""
-    way = [f"micro-batches of {how['micro_batch_tokens']} tokens"]
-    way += ["recomputing"] if how["recompute"] else []
-    way += ["trunk block by block"] if how["trunk_order"] == "blocks" and "trunk" in plan["stages"] else []
-    way += ["giving pages back"] if how["spare_memory"] else []
-    way += [f"{how['optimizer_state']} optimiser state"] if how["optimizer_state"] not in ("fp32", "auto") else []
+    execution = [f"micro-batches of {how['micro_batch_tokens']} tokens"]
+    execution += ["gradient checkpointing"] if how["recompute"] else []
+    execution += ["trunk block by block"] if how["trunk_order"] == "blocks" and "trunk" in plan["stages"] else []
+    execution += ["releasing pages of mapped weights"] if how["spare_memory"] else []
+    execution += [f"{how['optimizer_state']} optimiser state"] if how["optimizer_state"] not in ("fp32", "auto") else []
     engine = "kernels" if plan["engine"]["kernels"] else "plain torch"
-    engine += ", bf16 products" if plan["engine"]["half"] else ""
+    engine += ", bf16 GEMMs" if plan["engine"]["half"] else ""
     largest = sorted(plan["terms"].items(), key=lambda item: -item[1])[:3]
-    told = ", ".join(f"{name} {format_size(bytes_)}" for name, bytes_ in largest)
-    sampled = ", the first of them counted" if rows["sampled"] else ""
-    found = [
-        f"memory: {format_size(plan['peak_bytes'])} planned{allowed}, in the {plan['peak_stage']} stage ({told})",
-        f"how: {', '.join(way)}; {engine}",
-        f"rows: {rows['train']} to train on, {format_count(rows['tokens'])} tokens, "
+    terms = ", ".join(f"{name} {format_size(bytes_)}" for name, bytes_ in largest)
+    sampled = ", estimated from the first rows" if rows["sampled"] else ""
+    text = [
+        f"memory: {format_size(plan['peak_bytes'])} planned{allowed}, in the {plan['peak_stage']} stage ({terms})",
+        f"how: {', '.join(execution)}; {engine}",
+        f"rows: {rows['train']} for training, {format_count(rows['tokens'])} tokens, "
         f"{format_count(rows['tree_tokens'])} computed "
         f"({rows['heldout']} held out; the longest row has {rows['longest']}{sampled}); "
         f"{format_count(plan['trained_parameters'])} trained parameters",
         "disk: " + ", ".join(f"{what} {format_size(bytes_)}" for what, bytes_ in disk.items() if bytes_),
     ]
     if plan["search_seconds"]:
-        found.append(
-            f"search: what is trained is found first, "
-            f"in about {format_duration(plan['search_seconds'])}; all else is for "
-            f"blocks {UpdateConfig().blocks}, which it may not exceed"
+        text.append(
+            f"search: runs before training, about {format_duration(plan['search_seconds'])}; "
+            f"the figures above and below are for blocks {UpdateConfig().blocks}, the upper limit of what it may choose"
         )
     if plan["seconds"] is not None:
         by = ", ".join(f"{name} {format_duration(stage['seconds'])}" for name, stage in plan["stages"].items())
-        found.append(
+        text.append(
             f"time: about {format_duration(plan['seconds'])} for {plan['steps']} steps and all stages ({by}); "
             f"most of it in {plan['bound']}; rates: {plan['machine']['rates']}"
         )
     else:
-        found.append("time: not known, as the profile says no `gemm_gflops`")
-    return found + [f"fitted: {change}" for change in plan["changed"]]
+        text.append("time: unknown, the profile has no `gemm_gflops`")
+    return text + [f"fitted: {change}" for change in plan["changed"]]

@@ -11,13 +11,13 @@ from rich.text import Text
 from edgeft.config import TENSORS, format_duration, format_size
 from edgeft.ui.listing import key_values
 
-MARKS = {0.0: "·", 0.125: "░", 0.25: "▒", 0.5: "▓", 1.0: "█"}  # share of the channels that is trained
+MARKS = {0.0: "·", 0.125: "░", 0.25: "▒", 0.5: "▓", 1.0: "█"}  # trained share of the channels
 
 
-def heat_map(found: dict[str, Any]) -> Text:
-    """Blocks from left to right: a digit for what a tensor contributes (9 = the most), a mark for what is trained."""
+def heat_map(result: dict[str, Any]) -> Text:
+    """Blocks from left to right: a digit for a tensor's contribution (9 = the most), a mark for its trained share."""
 
-    values, shares = found["contribution"], found["shares"]
+    values, shares = result["contribution"], result["shares"]
     highest = max(max(row) for row in values) or 1.0
     depth = len(values)
     text = Text("block  " + "".join(f"{n:<10}" for n in range(0, depth, 5)).rstrip() + "\n", style="dim")
@@ -28,29 +28,28 @@ def heat_map(found: dict[str, Any]) -> Text:
             text.append(str(min(9, int(10 * level))), style=f"rgb({int(80 + 175 * level)},{int(90 + 60 * level)},90)")
             text.append(MARKS[share], style="bold" if share else "dim")
         text.append("\n")
-    if found["biased_blocks"]:
-        start = depth - found["biased_blocks"]
-        text.append("biases " + "· " * start + "▔▔" * found["biased_blocks"] + "\n")
+    if result["biased_blocks"]:
+        start = depth - result["biased_blocks"]
+        text.append("biases " + "· " * start + "▔▔" * result["biased_blocks"] + "\n")
     return text
 
 
-def print_search(console: Console, found: dict[str, Any]) -> None:
-    """`edgeft search`: the heat map, how sure it is, and evolution beside other ways to search."""
-
-    compared, every = found["compared"], found["all_gain"] or 1.0
+def print_search(console: Console, result: dict[str, Any]) -> None:
+    """`edgeft search`: the heat map, the check by trials, and evolution beside other searches."""
+    compared, every = result["compared"], result["all_gain"] or 1.0
     console.print()
-    console.print(heat_map(found), no_wrap=True, overflow="ignore", crop=False)
+    console.print(heat_map(result), no_wrap=True, overflow="ignore", crop=False)
     console.print(
         "digits: contribution, 9 = the most · trained: █ whole ▓ 1/2 ▒ 1/4 ░ 1/8 of the channels\n", style="dim"
     )
-    agreed = found["rank_correlation"]
-    measured = f"{len(found['measured'])} candidates" + (
+    agreed = result["rank_correlation"]
+    measured = f"{len(result['measured'])} candidates" + (
         "" if agreed is None else f"; rank correlation of first order and measured gain {agreed:.2f}"
     )
     table = Table("search", "contribution", "of all")
     rows = [
         (f"evolution, {compared['evaluations']} schemes", compared["evolution"]),
-        ("  without greedy's answer to begin with", compared["evolution_alone"]),
+        ("  not started from greedy", compared["evolution_alone"]),
         ("greedy, contribution per cost", compared["greedy"]),
         (f"random, {compared['evaluations']} schemes", compared["random"]),
         (f"the last {compared['last_blocks']} blocks, whole", compared["last_blocks_gain"]),
@@ -63,10 +62,10 @@ def print_search(console: Console, found: dict[str, Any]) -> None:
         [
             ("measured", measured),
             (
-                "to expect",
-                f"{found['trained_parameters'] / 1e6:.2f} M parameters from block {found['cut']} on, "
-                f"{format_size(found['peak_bytes'])}, {format_duration(found['seconds'])} of training",
+                "expected",
+                f"{result['trained_parameters'] / 1e6:.2f} M parameters from block {result['cut']} on, "
+                f"{format_size(result['peak_bytes'])}, {format_duration(result['seconds'])} of training",
             ),
-            ("how", ", ".join(f"{key} {value}" for key, value in found["how"].items()) or "as the recipe says"),
+            ("how", ", ".join(f"{key} {value}" for key, value in result["how"].items()) or "as the recipe says"),
         ],
     )

@@ -19,16 +19,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from gguf.constants import GGUFValueType
+from gguf.constants import TokenType
 
 from edgeft.errors import EdgeftError, ModelError
 from edgeft.export.gguf import check_place, place
 from edgeft.formats import ggml
-from edgeft.formats.gguf import ARRAY, GGUF, STRING, UINT32, NewTensor, encode_record
+from edgeft.formats.gguf import ARRAY, FLOAT32, GGUF, INT32, STRING, UINT32, NewTensor, encode_record
 from edgeft.formats.source import demo_model
-
-FLOAT32, INT32 = GGUFValueType.FLOAT32, GGUFValueType.INT32
-UNUSED = 5  # a type of tokens
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def vocabulary(base: GGUF, size: int) -> list[bytes]:
         raise ModelError(f"{size} tokens are fewer than single bytes and marks need")
     missing = size - len(texts)
     texts = texts[:size] + [f"<|unused_{n}|>" for n in range(missing)]
-    types = types[:size] + [UNUSED] * missing
+    types = types[:size] + [int(TokenType.UNUSED)] * missing
     kept = set(texts)
     merges = [merge for merge in merges if merge.replace(" ", "", 1) in kept]
     own = {"tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges"}

@@ -1,0 +1,240 @@
+"""`Architecture`: everything that one model family differs by from another; no torch, and transformers only when asked.
+
+Its defaults are those of a LLaMA block; a file in this folder states the differences, and `edgeft/arch/__init__.py`
+lists it. A number from a header is used only after it was checked against the shapes of the tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from edgeft.arch.header import read_rope, real, whole
+from edgeft.errors import ExportError, ModelError
+
+if TYPE_CHECKING:
+    from edgeft.formats.gguf import GGUF
+
+AGAIN = "download or copy it again"
+_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    depth: int  # blocks
+    width: int  # of the residual stream
+    query: int  # values of all query heads of a token
+    key: int  # of all key heads
+    ffn: int
+    vocabulary: int
+    head: int  # values of one head
+
+
+@dataclass(frozen=True)
+class Linear:
+    path: str  # module inside a transformers block
+    gguf: str  # name inside a GGUF block
+    shape: Callable[[Sizes], tuple[int, int]]  # (outputs, inputs)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm. In a GGUF file its weight is the one of transformers plus `offset`."""
+
+    path: str
+    gguf: str
+    per_head: bool = False  # over each head of q or k, not over the residual stream
+    offset: float = 0.0
+
+    def size(self, sizes: Sizes) -> int:
+        return sizes.head if self.per_head else sizes.width
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Constant factors. The engine multiplies with none of them yet: it needs them all to be 1."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+class Architecture:
+    name: ClassVar[str]  # general.architecture of its GGUF files, and the prefix of their keys
+    title: ClassVar[str]  # the models that people know it by
+    model_types: ClassVar[tuple[str, ...]]  # of transformers; the first is the one that `config_class` writes
+    config_class: ClassVar[str]  # of transformers
+    model_class: ClassVar[str]
+
+    linears: ClassVar[Mapping[str, Linear]] = {
+        "q": Linear("self_attn.q_proj", "attn_q", lambda s: (s.query, s.width)),
+        "k": Linear("self_attn.k_proj", "attn_k", lambda s: (s.key, s.width)),
+        "v": Linear("self_attn.v_proj", "attn_v", lambda s: (s.key, s.width)),
+        "o": Linear("self_attn.o_proj", "attn_output", lambda s: (s.width, s.query)),
+        "gate": Linear("mlp.gate_proj", "ffn_gate", lambda s: (s.ffn, s.width)),
+        "up": Linear("mlp.up_proj", "ffn_up", lambda s: (s.ffn, s.width)),
+        "down": Linear("mlp.down_proj", "ffn_down", lambda s: (s.width, s.ffn)),
+    }
+    norms: ClassVar[tuple[Norm, ...]] = (
+        Norm("input_layernorm", "attn_norm"),
+        Norm("post_attention_layernorm", "ffn_norm"),
+    )
+    biases: ClassVar[tuple[str, ...]] = ()  # linears for which llama.cpp reads a bias (tried: each changes the logits)
+    bias_flags: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()  # (key of config.json, linears that it is for)
+    interleaved: ClassVar[tuple[str, ...]] = ()  # linears whose rows GGUF files hold in the order of `row_order`
+    rope_types: ClassVar[tuple[str, ...]] = ("default", "linear", "llama3", "yarn")  # which llama.cpp computes alike
+    gate: ClassVar[str] = "silu"
+    scales: ClassVar[Scales] = Scales()
+
+    # ------------------------------------------------ sizes and names
+
+    def sizes(self, config: Any) -> Sizes:
+        """From a transformers configuration."""
+        heads = config.num_attention_heads
+        head = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return Sizes(
+            depth=config.num_hidden_layers,
+            width=config.hidden_size,
+            query=heads * head,
+            key=(getattr(config, "num_key_value_heads", None) or heads) * head,
+            ffn=config.intermediate_size,
+            vocabulary=config.vocab_size,
+            head=head,
+        )
+
+    def row_order(self, tensor: str, sizes: Sizes) -> np.ndarray | None:
+        """Rows in a GGUF file → their order in transformers, which rotates halves of a head and not neighbours."""
+        if tensor not in self.interleaved:
+            return None
+        rows = self.linears[tensor].shape(sizes)[0]
+        return np.arange(rows).reshape(-1, sizes.head // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    def gguf_name(self, name: str) -> tuple[str, str]:
+        """layers.3.mlp.up_proj.weight → (blk.3.ffn_up.weight, up); for a norm, its GGUF name instead of a tensor."""
+        match = _NAME.fullmatch(name)
+        if match:
+            number, module, kind = match.groups()
+            for tensor, linear in self.linears.items():
+                if linear.path == module:
+                    return f"blk.{number}.{linear.gguf}.{kind}", tensor
+            for norm in self.norms:
+                if norm.path == module and kind == "weight":
+                    return f"blk.{number}.{norm.gguf}.weight", norm.gguf
+        raise ExportError(
+            f"there is no place for {name} in a `{self.name}` file", "export with the base model the run was trained on"
+        )
+
+    def norm_offset(self, gguf_name: str) -> float:
+        return next((norm.offset for norm in self.norms if norm.gguf == gguf_name), 0.0)
+
+    # ------------------------------------------------ a GGUF header as a transformers configuration, and back
+
+    def values(self, gguf: GGUF) -> dict[str, Any]:
+        """The keywords of a transformers configuration, checked against the shapes of the tensors."""
+        heads, width = whole(gguf, "attention.head_count"), whole(gguf, "embedding_length")
+        keys = whole(gguf, "attention.head_count_kv", heads)
+        head = whole(gguf, "attention.key_length", width // heads, low=2)
+        if heads % keys or head % 2 or gguf.get("attention.value_length", head) != head:
+            raise ModelError(
+                f"{gguf.path.name} has {heads} heads of {head} values over {keys}, which is not supported", AGAIN
+            )
+        if "token_embd.weight" not in gguf.tensors or "output_norm.weight" not in gguf.tensors:
+            raise ModelError(f"{gguf.path.name} lacks its embedding or its last norm", AGAIN)
+        values: dict[str, Any] = {
+            "hidden_size": width,
+            "num_hidden_layers": whole(gguf, "block_count"),
+            "intermediate_size": whole(gguf, "feed_forward_length"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": keys,
+            "head_dim": head,
+            "vocab_size": gguf.tensors["token_embd.weight"].shape[-1],
+            "rms_norm_eps": real(gguf, "attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": whole(gguf, "context_length", 2048),
+            "rope_parameters": read_rope(gguf, head),
+            "tie_word_embeddings": "output.weight" not in gguf.tensors,
+            "attn_implementation": "sdpa",
+        }
+        for name in ("bos", "eos"):
+            token = gguf.get_key(f"tokenizer.ggml.{name}_token_id")
+            if type(token) is int:
+                values[f"{name}_token_id"] = token
+        self._check_tensors(gguf, self.sizes(SimpleNamespace(**values)))
+        return values
+
+    def config(self, gguf: GGUF) -> Any:
+        """transformers' configuration of a GGUF file."""
+        return getattr(importlib.import_module("transformers"), self.config_class)(**self.values(gguf))
+
+    def header(self, config: Any) -> dict[str, str | int | float]:
+        """The keys of a GGUF header for a transformers configuration; an int is a UINT32, a float a FLOAT32."""
+        sizes, rope = self.sizes(config), config.rope_parameters
+        keys: dict[str, str | int | float] = {
+            "block_count": sizes.depth,
+            "context_length": config.max_position_embeddings,
+            "embedding_length": sizes.width,
+            "feed_forward_length": sizes.ffn,
+            "attention.head_count": sizes.query // sizes.head,
+            "attention.head_count_kv": sizes.key // sizes.head,
+            "attention.key_length": sizes.head,
+            "attention.value_length": sizes.head,
+            "rope.dimension_count": sizes.head,
+            "vocab_size": sizes.vocabulary,
+            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+            "rope.freq_base": float(rope["rope_theta"]),
+        }
+        if rope["rope_type"] in ("linear", "yarn"):
+            keys |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+        if rope["rope_type"] == "yarn":
+            usual = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "mscale": None, "mscale_all_dim": None}
+            odd = [key for key, value in usual.items() if rope.get(key) not in (None, value)]
+            if odd or rope.get("attention_factor") is not None:
+                raise ExportError(
+                    f"llama.cpp does not read this model's yarn scaling: {', '.join(odd or ['attention_factor'])}"
+                )
+            original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            keys["rope.scaling.original_context_length"] = int(original)
+        return {f"{self.name}.{key}": value for key, value in keys.items()}
+
+    def _check_tensors(self, gguf: GGUF, sizes: Sizes) -> None:
+        """Tensors have the shapes that the header's numbers give them, so no number exceeds what the file holds."""
+
+        def check(name: str, *shape: int, needed: bool = False) -> None:
+            info = gguf.tensors.get(name)
+            if info is None and needed:
+                raise ModelError(f"{gguf.path.name} lacks the tensor {name}", AGAIN)
+            if info is not None and info.shape != shape:
+                raise ModelError(f"{gguf.path.name}: {name} is {info.shape}, not {shape} as its header says")
+
+        tokens = gguf.described("tokenizer.ggml.tokens")[2] if "tokenizer.ggml.tokens" in gguf.records else 0
+        if tokens > sizes.vocabulary:
+            raise ModelError(f"{gguf.path.name} has {tokens} tokens, and {sizes.vocabulary} rows in its embedding")
+        check("token_embd.weight", sizes.width, sizes.vocabulary)
+        check("output.weight", sizes.width, sizes.vocabulary)
+        check("output_norm.weight", sizes.width)
+        check("rope_freqs.weight", sizes.head // 2)
+        for block in range(sizes.depth):  # ends with the first that the file lacks
+            for linear in self.linears.values():
+                outputs, inputs = linear.shape(sizes)
+                check(f"blk.{block}.{linear.gguf}.weight", inputs, outputs, needed=True)
+                check(f"blk.{block}.{linear.gguf}.bias", outputs)
+            for norm in self.norms:
+                check(f"blk.{block}.{norm.gguf}.weight", norm.size(sizes))
+
+    # ------------------------------------------------ a Hugging Face folder
+
+    def missing_biases(self, present: set[str], depth: int) -> tuple[dict[str, bool], list[str]]:
+        """transformers has a bias on all linears of a flag or on none: (flags to set, biases to add as zeros)."""
+        flags: dict[str, bool] = {}
+        missing: list[str] = []
+        for flag, tensors in self.bias_flags:
+            names = [f"layers.{number}.{self.linears[t].path}.bias" for number in range(depth) for t in tensors]
+            if present.intersection(names):
+                flags[flag] = True
+                missing += [name for name in names if name not in present]
+        return flags, missing
