@@ -260,7 +260,7 @@ def evaluate(
         result = (
             compare.evaluate_harness(target, lm_eval, base, limit, screen)
             if lm_eval
-            else compare.evaluate(target, data, base, limit, screen, suite, again)
+            else compare.evaluate(compare.Evaluation(target, data, base, limit, suite, again), screen)
         )
     if as_json:
         print_json(result)
@@ -329,9 +329,10 @@ def chat(
     """Talk to the tuned model in the terminal, through llama.cpp."""
     from edgeft.evaluate import chat
     from edgeft.evaluate.chat import Chat
+    from edgeft.evaluate.llamacpp import Sampling
 
     offline.disable_network()
-    with Chat(chat.chat_file(target), system=system, temperature=temperature, max_new=max_tokens) as talk:
+    with Chat(chat.chat_file(target), system, Sampling(max_tokens, temperature)) as talk:
         if prompt is not None:
             _answer(talk, prompt)
             return

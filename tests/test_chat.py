@@ -8,6 +8,7 @@ import pytest
 
 from edgeft.errors import DataError, ModelError
 from edgeft.evaluate.chat import Chat
+from edgeft.evaluate.llamacpp import Sampling
 from edgeft.formats.source import demo_model
 
 MODEL = demo_model()
@@ -20,7 +21,7 @@ def chat(**settings: object) -> Chat:
 
 
 def test_a_second_turn_knows_the_first_and_computes_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    with chat(max_new=8, system="You answer shortly.") as talk:
+    with chat(sampling=Sampling(8), system="You answer shortly.") as talk:
         pieces = list(talk.ask("Say hello."))
         assert len(pieces) > 1
         assert talk.messages == [
@@ -38,13 +39,13 @@ def test_a_second_turn_knows_the_first_and_computes_only_what_is_new(monkeypatch
         second = "".join(talk.ask("And now goodbye."))
         whole = talk._fit()
         assert 0 < decoded[0] < len(whole) // 2  # the first turn was not read again
-    with chat(max_new=8, system="You answer shortly.") as anew:
-        anew.messages = talk.messages[:2]
-        assert "".join(anew.ask("And now goodbye.")) == second
+    with chat(sampling=Sampling(8), system="You answer shortly.") as again:
+        again.messages = talk.messages[:2]
+        assert "".join(again.ask("And now goodbye.")) == second
 
 
 def test_old_turns_make_room_and_the_person_is_told() -> None:
-    with chat(max_new=4, n_ctx=128) as talk:
+    with chat(sampling=Sampling(4), n_ctx=128) as talk:
         for i in range(4):
             "".join(talk.ask(f"Question {i}: " + "why " * 20))
         assert any("oldest" in notice for notice in talk.notices)
@@ -59,16 +60,16 @@ def test_old_turns_make_room_and_the_person_is_told() -> None:
 
 
 def test_an_answer_cut_off_says_so_and_an_ended_one_does_not() -> None:
-    with chat(max_new=2) as talk:
+    with chat(sampling=Sampling(2)) as talk:
         list(talk.ask("Tell me a long story."))
         assert any("cut off" in notice for notice in talk.notices)
-    with chat(max_new=60) as talk:
+    with chat(sampling=Sampling(60)) as talk:
         list(talk.ask("Say only: yes"))
         assert talk.notices == []
 
 
 def test_what_came_before_an_interruption_is_kept() -> None:
-    with chat(max_new=20) as talk:
+    with chat(sampling=Sampling(20)) as talk:
         answer = iter(talk.ask("Tell me a story."))
         first = next(answer)
         answer.close()  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from edgeft.config import ExecutionConfig, build
-from edgeft.host import device, doctor, sensors
+from edgeft.host import device, doctor, limit, sensors
 from edgeft.host.profile import load_device
 from tests.support.machine import tree
 
@@ -471,6 +471,9 @@ def test_examine_this_machine(cache: Path, tmp_path: Path) -> None:
     assert report["versions"]["python"].startswith("3.")
     assert report["accelerator"]["kind"] in ("none", "cuda", "mps")
     assert load_device(report["profile"]["name"]).budget_bytes > 0
+    missing = {row["what"] for row in report["unavailable"]}
+    assert ("control groups" in missing) == (not limit.can_make_group())
+    assert ("temperatures" in missing) == (not report["temperatures"])
 
 
 def test_examine_a_pi(cache: Path, tmp_path: Path) -> None:
@@ -489,6 +492,9 @@ def test_examine_a_pi(cache: Path, tmp_path: Path) -> None:
     assert report["cpu"]["name"] == "Cortex-A76"
     assert report["profile"]["name"] == "rpi5"
     assert report["temperatures"][0]["celsius"] == 48.0
+    assert [row["what"] for row in report["unavailable"]] == ["control groups"]
+    (root / "sys/class/thermal/thermal_zone0/temp").unlink()
+    assert [row["what"] for row in doctor.unavailable(root)] == ["control groups", "temperatures"]
 
 
 def test_examine_with_a_broken_torch(cache: Path, tmp_path: Path) -> None:

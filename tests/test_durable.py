@@ -378,7 +378,7 @@ def test_what_a_run_will_write(three_blocks: Path, tmp_path: Path) -> None:
     assert foreseen["best weights"] == pytest.approx(2 * run.best.stat().st_size, rel=0.02)
     made = export.export(run, "gguf", "auto", run.model, said)
     assert foreseen["exported model"] == pytest.approx(made["bytes"], rel=0.001)
-    with pytest.raises(RunError, match=r"will write 9313225\.7 GiB below .* \(checkpoints 9313225\.7 GiB\)"):
+    with pytest.raises(RunError, match=r"will write 9313225.75 GiB below .* \(checkpoints 9313225.75 GiB\)"):
         check([(tmp_path, "checkpoints", 10**16), (tmp_path / "not" / "there", "trunk cache", 0)])
     check([(tmp_path, "checkpoints", 1)])
 

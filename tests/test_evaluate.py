@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeft.config import DataConfig
+from edgeft.config import DataConfig, EvalConfig
 from edgeft.data.rows import Row, load
 from edgeft.data.tokens import Encoded, encode_rows, prompt_ids
 from edgeft.errors import ConfigError, DataError, ModelError
-from edgeft.evaluate import crowd, fast_types, leak, llamacpp, metrics
-from edgeft.evaluate.ask import Ask, Progress, Response
-from edgeft.evaluate.llamacpp import LlamaFile
+from edgeft.evaluate import batch_scorer, fast_types, leak, llamacpp, metrics
+from edgeft.evaluate.llamacpp import LlamaFile, Sampling
 from edgeft.evaluate.paired import bootstrap
+from edgeft.evaluate.request import Request, Response, RowProgress, Scorer
 from edgeft.evaluate.score import (
     METRICS,
     Record,
@@ -27,15 +27,14 @@ from edgeft.evaluate.score import (
     from_json,
     load_suite,
     nearest_label,
-    score,
+    pick_examples,
     score_items,
     suites,
     take,
-    telling,
     to_json,
     verdict,
 )
-from edgeft.evaluate.suite import Suite, read_items
+from edgeft.evaluate.suite import Suite, make_items, read_items
 from edgeft.formats import ggml
 from edgeft.formats.gguf import GGUF
 from edgeft.formats.source import demo_model
@@ -132,8 +131,8 @@ def test_tokens_are_the_tokenizers(file: LlamaFile, tokenizer: GgufTokenizer) ->
     assert file.detokenize(ids, special=True) == text
     assert file.detokenize(ids) == "user\nÄpfel kosten 3 €, oder? 🍎\n"
     assert len(file.tokenize(text, special=False)) > len(ids)
-    assert file.eog(file.tokenize("<|im_end|>")[0])
-    assert not file.eog(ids[1])
+    assert file.ends_generation(file.tokenize("<|im_end|>")[0])
+    assert not file.ends_generation(ids[1])
     assert file.vocab_size == tokenizer.vocab_size
 
 
@@ -180,7 +179,7 @@ def test_loss_with_shared_prefixes_is_that_of_each_row(exact: LlamaFile, rows: l
 
 
 def forget(file: LlamaFile) -> None:
-    file.forget()
+    file.clear()
 
 
 def one_by_one(path: Path, prompts: list[list[int]], max_new: int) -> list[list[int]]:
@@ -225,7 +224,7 @@ def test_generation_ends_where_the_model_or_the_limit_says(file: LlamaFile) -> N
     seen: list[tuple[int, int]] = []
     long, short = file.generate([prompt], 40)[0], file.generate([prompt, prompt], 2, lambda *n: seen.append(n))
     assert len(long) < 40
-    assert not any(file.eog(token) for token in long)
+    assert not any(file.ends_generation(token) for token in long)
     assert short == [long[:2], long[:2]]
     assert seen[-1] == (2, 2)
     assert file.generate([prompt], 0) == [[]]
@@ -239,8 +238,8 @@ def test_generation_ends_where_the_model_or_the_limit_says(file: LlamaFile) -> N
 @needs_model
 def test_stream_is_generate_in_pieces(file: LlamaFile) -> None:
     prompt = file.tokenize("<|im_start|>user\nName three fruits.<|im_end|>\n<|im_start|>assistant\n")
-    assert "".join(file.stream(prompt, 12)) == file.detokenize(file.generate([prompt], 12)[0])
-    warm = ["".join(file.stream(prompt, 8, temperature=1.5, seed=seed)) for seed in (1, 1, 2, 3)]
+    assert "".join(file.stream(prompt, Sampling(12))) == file.detokenize(file.generate([prompt], 12)[0])
+    warm = ["".join(file.stream(prompt, Sampling(8, 1.5, 1.0, seed))) for seed in (1, 1, 2, 3)]
     assert warm[0] == warm[1]
     assert len(set(warm)) > 1
 
@@ -251,8 +250,8 @@ def test_stream_keeps_characters_whole(file: LlamaFile, monkeypatch: pytest.Monk
     tokens = file.tokenize(wanted, add_bos=False)
     assert any(b"\xff" in file.piece(t) or file.piece(t).decode("utf-8", "replace").count("\ufffd") for t in tokens)
     script = iter(tokens)
-    monkeypatch.setattr(llamacpp, "_choose", lambda *_: next(script))
-    pieces = list(file.stream(file.tokenize("An apple:"), len(tokens)))
+    monkeypatch.setattr(llamacpp, "_sample", lambda *_: next(script))
+    pieces = list(file.stream(file.tokenize("An apple:"), Sampling(len(tokens))))
     assert "".join(pieces) == wanted
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -265,19 +264,21 @@ def test_stream_keeps_characters_whole(file: LlamaFile, monkeypatch: pytest.Monk
 def test_a_copy_in_float16_says_what_the_file_says(
     file: LlamaFile, rows: list[Encoded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asks = [Ask((p := prompt_ids(row).tolist()), [], [row.ids[len(p) :].tolist()], generate=True) for row in rows]
+    requests = [
+        Request((p := prompt_ids(row).tolist()), [], [row.ids[len(p) :].tolist()], generate=True) for row in rows
+    ]
     with fast_types.with_fast_types(file.path, 5000) as place:
         assert place != file.path
         types = Counter(ggml.type_name(info.type) for info in GGUF.open(place).tensors.values())
         assert types == {"f16": 210, "f32": 61, "q8_0": 1}
         with LlamaFile(place, threads=1) as copy:
-            found = copy.ask(asks, 8)
+            found = copy.ask(requests, 8)
     assert not place.exists()
-    wanted = file.ask(asks, 8)
-    tokens = sum(len(ask.options[0]) for ask in asks)
+    wanted = file.respond(requests, 8)
+    tokens = sum(len(request.options[0]) for request in requests)
     losses = [sum(said.option_nll[0] for said in both) / tokens for both in (wanted, found)]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
-    assert sum(a.output[:1] == b.output[:1] for a, b in zip(wanted, found, strict=True)) >= len(asks) - 2
+    assert sum(a.output[:1] == b.output[:1] for a, b in zip(wanted, found, strict=True)) >= len(requests) - 2
     with fast_types.with_fast_types(file.path, 10) as place:  # too few tokens
         assert place == file.path
     monkeypatch.setattr(fast_types, "MEMORY_SHARE", 0.001)  # too little memory
@@ -318,21 +319,26 @@ def test_bad_file_is_a_model_error(tmp_path: Path, kind: str, capfd: pytest.Capt
 
 
 class Parrot:
-    """Knows the right tokens of every row whose prompt is in `right`, and says nothing to others; 1.5 nats a token."""
+    """Knows the right tokens of every row whose prompt is in `right`, and nothing for others; 1.5 nats per token."""
 
     def __init__(self, rows: list[Encoded], right: int) -> None:
         self.known = {tuple(prompt_ids(row)): row.ids[len(prompt_ids(row)) : -1].tolist() for row in rows[:right]}
 
-    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Response]:
+    def respond(self, requests: Sequence[Request], max_new: int, progress: RowProgress | None = None) -> list[Response]:
         return [
             Response(
-                1.5 * len(ask.targets),
-                [1.5 * len(option) for option in ask.options],
-                [False] * len(ask.options),
-                self.known.get(tuple(ask.prompt), [])[:max_new],
+                1.5 * len(request.targets),
+                [1.5 * len(option) for option in request.options],
+                [False] * len(request.options),
+                self.known.get(tuple(request.prompt), [])[:max_new],
             )
-            for ask in asks
+            for request in requests
         ]
+
+
+def score_rows(scorer: Scorer, tokenizer: GgufTokenizer, rows: list[Encoded], max_new: int = 32) -> Scores:
+    suite = Suite(eval=EvalConfig(max_new_tokens=max_new))
+    return score_items(scorer, tokenizer, make_items(suite, rows), suite)
 
 
 @needs_model
@@ -341,7 +347,7 @@ def test_score_counts_rows_and_answers(rows: list[Encoded], tokenizer: GgufToken
     asked = [
         row for i, row in enumerate(rows) if tuple(prompt_ids(row)) not in {tuple(prompt_ids(r)) for r in rows[:i]}
     ]
-    found = score(Parrot(asked, 3), tokenizer, [*asked, text], 32)
+    found = score_rows(Parrot(asked, 3), tokenizer, [*asked, text])
     assert found.loss == 1.5
     assert found.perplexity == pytest.approx(np.exp(1.5))
     assert found.rows == len(asked) + 1
@@ -349,16 +355,16 @@ def test_score_counts_rows_and_answers(rows: list[Encoded], tokenizer: GgufToken
     assert found.exact_match == found.f1 == found.contains == pytest.approx(100 * 3 / len(asked))
     assert found.accuracy is None
     assert found.records[-2].question == "How long is its cord?"  # without its passage
-    only_text = score(Parrot([], 0), tokenizer, [text], 32)
+    only_text = score_rows(Parrot([], 0), tokenizer, [text])
     assert (only_text.exact_match, only_text.f1, only_text.contains) == (None, None, None)
     with pytest.raises(DataError):
-        score(Parrot([], 0), tokenizer, [], 32)
+        score_rows(Parrot([], 0), tokenizer, [])
 
 
 @needs_model
 @pytest.mark.slow
 def test_llama_cpp_is_a_scorer(file: LlamaFile, rows: list[Encoded], tokenizer: GgufTokenizer) -> None:
-    found = score(file, tokenizer, rows[:4], 8)
+    found = score_rows(file, tokenizer, rows[:4], 8)
     assert 1 < (found.loss or 0) < 12  # made-up facts: not known, not absurd either
     assert all(record.output for record in found.records)
 
@@ -369,23 +375,23 @@ def test_one_pass_gives_what_single_ones_give(file: LlamaFile) -> None:
     """Options, their greedy flags, targets in the prompt and the answer: as one by one, from an empty cache."""
     france, italy = file.tokenize("The capital of France is"), file.tokenize("The capital of Italy is")
     options = [file.tokenize(text, add_bos=False) for text in (" Paris, a", " Paris. It", " Rome", " a city")]
-    asks = [
-        Ask(france, [2, 4], options, generate=True),
-        Ask(italy, [], [file.generate([italy], 6)[0]], generate=True),  # the option is what greedy decoding gives
-        Ask(france, [], options[2:]),
+    requests = [
+        Request(france, [2, 4], options, generate=True),
+        Request(italy, [], [file.generate([italy], 6)[0]], generate=True),  # the option is what greedy decoding gives
+        Request(france, [], options[2:]),
     ]
-    said = file.ask(asks, 8)
-    for ask, one in zip(asks, said, strict=True):
-        row = ask.prompt
-        logs = log_softmax(file, row, [t - 1 for t in ask.targets])
-        assert one.prompt_nll == pytest.approx(-sum(logs[i][row[t]] for i, t in enumerate(ask.targets)), abs=1e-2)
-        for option, nll, greedy in zip(ask.options, one.option_nll, one.option_greedy, strict=True):
+    said = file.respond(requests, 8)
+    for request, one in zip(requests, said, strict=True):
+        row = request.prompt
+        logs = log_softmax(file, row, [t - 1 for t in request.targets])
+        assert one.prompt_nll == pytest.approx(-sum(logs[i][row[t]] for i, t in enumerate(request.targets)), abs=1e-2)
+        for option, nll, greedy in zip(request.options, one.option_nll, one.option_greedy, strict=True):
             whole = row + option
             logs = log_softmax(file, whole, range(len(row) - 1, len(whole) - 1))
             assert nll == pytest.approx(-sum(logs[i][token] for i, token in enumerate(option)), abs=1e-2)
             assert greedy == all(int(logs[i].argmax()) == token for i, token in enumerate(option))
         forget(file)
-        assert one.output == (file.generate([row], 8)[0] if ask.generate else [])
+        assert one.output == (file.generate([row], 8)[0] if request.generate else [])
     assert said[1].option_greedy == [True]
     assert said[0].option_nll[2:] == pytest.approx(said[2].option_nll, abs=1e-2)
 
@@ -398,23 +404,23 @@ def test_a_row_does_not_depend_on_its_company(
     """Many rows at once, and few in a cache that they fill."""
     text = exact.tokenize("Cheese ripens slowly in a cool and humid place.")
     options = [exact.tokenize(word, add_bos=False) for word in (" milk", " a lot of milk", " a lot", " wood", " honey")]
-    asks = [
-        *(Ask((p := prompt_ids(row).tolist()), [], [row.ids[len(p) :].tolist()], generate=True) for row in rows),
-        Ask(text, list(range(1, len(text)))),
-        Ask(exact.tokenize("Question: What do bees make?\nAnswer:"), [2, 5], options),
-        Ask(text, [3], options[:1], generate=True),
-        Ask(text),  # nothing is wanted of it
+    requests = [
+        *(Request((p := prompt_ids(row).tolist()), [], [row.ids[len(p) :].tolist()], generate=True) for row in rows),
+        Request(text, list(range(1, len(text)))),
+        Request(exact.tokenize("Question: What do bees make?\nAnswer:"), [2, 5], options),
+        Request(text, [3], options[:1], generate=True),
+        Request(text),  # nothing is wanted of it
     ]
     forget(exact)
-    wide = exact.ask(asks, 8)
+    wide = exact.respond(requests, 8)
     assert exact.used == len(exact.held.cells)  # all others were given back
     forget(exact)
-    assert exact.ask(asks, 8) == wide  # to the last bit
-    monkeypatch.setattr(crowd, "CELLS", 256)
-    monkeypatch.setattr(crowd, "OPTIONS", 2)
-    monkeypatch.setattr(crowd, "BATCH", 40)
+    assert exact.respond(requests, 8) == wide  # to the last bit
+    monkeypatch.setattr(batch_scorer, "CELLS", 256)
+    monkeypatch.setattr(batch_scorer, "OPTIONS", 2)
+    monkeypatch.setattr(batch_scorer, "BATCH", 40)
     with LlamaFile(exact.path, threads=1, parallel=3) as narrow:
-        few = narrow.ask(asks[::-1], 8)[::-1]
+        few = narrow.ask(requests[::-1], 8)[::-1]
         assert narrow.cells == 256
     for one, other in zip(wide, few, strict=True):
         assert other.prompt_nll == pytest.approx(one.prompt_nll, rel=1e-3, abs=1e-3)
@@ -441,7 +447,7 @@ def test_rows_that_leave_the_held_prefix_at_different_places(exact: LlamaFile) -
 
 
 @needs_model
-def test_a_crowd_that_is_stopped_leaves_an_empty_cache(file: LlamaFile) -> None:
+def test_a_batch_that_is_stopped_leaves_an_empty_cache(file: LlamaFile) -> None:
     prompts = [file.tokenize(text) for text in ("Once upon a time", "2 + 2 =", "Roses are red, violets are")]
     wanted = file.generate(prompts, 4)
 
@@ -464,16 +470,16 @@ def log_softmax(file: LlamaFile, ids: list[int], at: Sequence[int]) -> np.ndarra
 @pytest.mark.slow
 def test_trainer_and_llama_cpp_say_the_same(file: LlamaFile, tokenizer: GgufTokenizer) -> None:
     from edgeft.engine.load_gguf import load as load_stack
-    from edgeft.evaluate.trainer import StackScorer
+    from edgeft.evaluate.stack_scorer import StackScorer
 
     assert MODEL
     prompt = file.tokenize("Question: What do bees make?\nAnswer:")
     options = [file.tokenize(text, add_bos=False) for text in (" honey", " wood and stone", " milk")]
     text = file.tokenize("Cheese ripens slowly in a cool and humid place.")
-    asks = [Ask(prompt, [], options, generate=True), Ask(text, list(range(1, len(text))))]
+    requests = [Request(prompt, [], options, generate=True), Request(text, list(range(1, len(text))))]
     seen: list[tuple[int, int]] = []
-    ours = StackScorer(load_stack(MODEL), tokenizer.eog).ask(asks, 4, lambda *n: seen.append(n))
-    theirs = file.ask(asks, 4)
+    ours = StackScorer(load_stack(MODEL), tokenizer.eog).ask(requests, 4, lambda *n: seen.append(n))
+    theirs = file.respond(requests, 4)
     assert ours[0].option_nll == pytest.approx(theirs[0].option_nll, rel=0.05, abs=0.1)
     assert ours[1].prompt_nll == pytest.approx(theirs[1].prompt_nll, rel=0.03)
     assert ours[0].output[:1] == theirs[0].output[:1]
@@ -546,11 +552,11 @@ def test_scores_come_back_from_disk() -> None:
 
 
 def test_telling_examples_are_spread_and_few() -> None:
-    chosen = telling(made(*["no"] * 20), made(*["right"] * 19, "no"), 4)
+    chosen = pick_examples(made(*["no"] * 20), made(*["right"] * 19, "no"), 4)
     assert [e["question"] for e in chosen] == ["q0", "q6", "q12", "q19"]
-    assert telling(made("right", "no"), made("no", "no"), 4)[-1]["question"] == "q0"  # a loss is the worst of all
-    assert len(telling(made("no"), made("no"), 1)) == 1
-    assert telling(None, made(), 4) == []
+    assert pick_examples(made("right", "no"), made("no", "no"), 4)[-1]["question"] == "q0"  # a loss is the worst of all
+    assert len(pick_examples(made("no"), made("no"), 1)) == 1
+    assert pick_examples(None, made(), 4) == []
 
 
 # ---------------------------------------------------------------- the interval
@@ -663,9 +669,9 @@ def test_shipped_suites_load() -> None:
         ("version: 0", "`version` is 0"),
         ("data: {paths: x}", "unknown key `data.paths`"),
         ("score: guess", "`score` cannot be 'guess'"),
-        ("take: '('", "no regular expression"),
+        ("take: '('", "not a regular expression"),
         ("take: 'x'", "has no group"),
-        ("prompt: '{{question'", "no jinja template"),
+        ("prompt: '{{question'", "not a jinja template"),
         ("name: a b", "must be one word"),
     ],
 )
@@ -724,13 +730,13 @@ def test_choice_rows_are_read_however_they_are_written(
     path = write_rows(tmp_path / "c.jsonl", [row])
     (item,) = read_items(load_suite("choice"), DataConfig(path=str(path)), tokenizer, 5)
     assert (item.kind, item.right, item.answers, item.texts[1]) == ("choice", 0, ["honey"], "wood and stone")
-    assert tokenizer.decode(item.ask.prompt) == "Question: What do bees make?\nAnswer:"
-    assert [tokenizer.decode(option) for option in item.ask.options] == [" honey", " wood and stone", " milk"]
+    assert tokenizer.decode(item.request.prompt) == "Question: What do bees make?\nAnswer:"
+    assert [tokenizer.decode(option) for option in item.request.options] == [" honey", " wood and stone", " milk"]
 
 
 @needs_model
 def test_choice_rows_that_cannot_be_used_say_why(tmp_path: Path, tokenizer: GgufTokenizer) -> None:
-    for bad, why in ((BEES | {"answer": 7}, "none of the choices"), (BEES | {"choices": ["a"]}, "two choices")):
+    for bad, why in ((BEES | {"answer": 7}, "not among the choices"), (BEES | {"choices": ["a"]}, "two choices")):
         path = write_rows(tmp_path / "c.jsonl", [bad])
         with pytest.raises(DataError, match=why):
             read_items(load_suite("choice"), DataConfig(path=str(path)), tokenizer, 5)
@@ -742,7 +748,7 @@ class Fixed:
     def __init__(self, said: list[Response]) -> None:
         self.said = said
 
-    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Response]:
+    def respond(self, requests: Sequence[Request], max_new: int, progress: RowProgress | None = None) -> list[Response]:
         return self.said
 
 
@@ -752,7 +758,7 @@ def test_choices_raw_and_per_character(tmp_path: Path, tokenizer: GgufTokenizer)
     suite = load_suite("choice")
     items = read_items(suite, DataConfig(path=str(path)), tokenizer, 5)
     said = [Response(0.0, [3.0, 6.0, 4.0], [False] * 3), Response(0.0, [9.0, 5.0, 6.0], [False] * 3)]
-    found = score_items(Fixed(said), tokenizer, items, 0, suite)
+    found = score_items(Fixed(said), tokenizer, items, suite)
     # per character: 3/5, 6/14, 4/4: the long one wins; and 9/5, 5/14, 6/4
     assert [record.accuracy for record in found.records] == [0.0, 1.0]
     assert [record.accuracy_norm for record in found.records] == [1.0, 1.0]
@@ -769,7 +775,7 @@ def test_keep_holds_text_and_choices(tokenizer: GgufTokenizer) -> None:
     assert kinds.count("loss") >= 10
     for item in items:
         if item.kind == "loss":
-            assert item.ask.targets == list(range(1, len(item.ask.prompt)))
+            assert item.request.targets == list(range(1, len(item.request.prompt)))
     rights = [item.right for item in items if item.kind == "choice"]
     assert max(rights.count(i) for i in range(4)) <= len(rights) / 3  # always the same place would be no question
     assert len(read_items(suite, suite.data, tokenizer, 5)) == 10  # a limit holds for either kind
@@ -782,9 +788,9 @@ def test_own_suite_with_own_prompt_and_data_beside_it(tmp_path: Path, tokenizer:
     suite = load_suite(str(tmp_path / "own.yaml"))
     assert suite.name == "own"
     (item,) = read_items(suite, suite.data, tokenizer, 5)
-    assert tokenizer.decode(item.ask.prompt) == "Sums. Q: 2 + 2? A:"
-    assert tokenizer.decode(item.ask.options[0]) == " four"
-    assert item.ask.generate
+    assert tokenizer.decode(item.request.prompt) == "Sums. Q: 2 + 2? A:"
+    assert tokenizer.decode(item.request.options[0]) == " four"
+    assert item.request.generate
 
 
 @needs_model
@@ -795,8 +801,8 @@ def test_perplexity_of_answers_or_of_everything(tmp_path: Path, tokenizer: GgufT
     suite.tokens = "all"
     (whole,) = read_items(suite, DataConfig(path=str(path)), tokenizer, 5)
     assert answer.kind == whole.kind == "loss"
-    assert tokenizer.decode([answer.ask.prompt[i] for i in answer.ask.targets]) == "four"
-    assert whole.ask.targets == list(range(1, len(whole.ask.prompt)))
+    assert tokenizer.decode([answer.request.prompt[i] for i in answer.request.targets]) == "four"
+    assert whole.request.targets == list(range(1, len(whole.request.prompt)))
 
 
 @needs_model
@@ -807,6 +813,6 @@ def test_labels_are_read_from_the_output(tmp_path: Path, tokenizer: GgufTokenize
     said = [
         Response(0.0, [1.0], [False], tokenizer.encode(text)) for text in ("This is card arrival.\nother", "something")
     ]
-    found = score_items(Fixed(said), tokenizer, items, 16, suite)
+    found = score_items(Fixed(said), tokenizer, items, suite)
     assert [record.accuracy for record in found.records] == [1.0, 0.0]
     assert Suite().score == "answer"

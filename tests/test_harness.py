@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from edgeft.errors import ConfigError, DataError
-from edgeft.evaluate.ask import Ask, Progress, Response
 from edgeft.evaluate.harness import run_tasks
+from edgeft.evaluate.request import Request, Response, RowProgress
 from edgeft.formats.tokenizer import GgufTokenizer
 from edgeft.run import progress
 from tests.conftest import Edgeft
@@ -78,18 +78,18 @@ class Knower:
 
     def __init__(self, tokenizer: GgufTokenizer, likes: str, writes: str) -> None:
         self.tokenizer, self.likes, self.writes = tokenizer, likes, writes
-        self.asks: list[Ask] = []
+        self.requests: list[Request] = []
 
-    def ask(self, asks: Sequence[Ask], max_new: int, progress: Progress | None = None) -> list[Response]:
-        self.asks += asks
+    def respond(self, requests: Sequence[Request], max_new: int, progress: RowProgress | None = None) -> list[Response]:
+        self.requests += requests
         return [
             Response(
-                float(len(ask.targets)),
-                [1.0 if self.likes in self.tokenizer.decode(option) else 50.0 for option in ask.options],
-                [False] * len(ask.options),
-                self.tokenizer.encode(self.writes) if ask.generate else [],
+                float(len(request.targets)),
+                [1.0 if self.likes in self.tokenizer.decode(option) else 50.0 for option in request.options],
+                [False] * len(request.options),
+                self.tokenizer.encode(self.writes) if request.generate else [],
             )
-            for ask in asks
+            for request in requests
         ]
 
 
@@ -102,8 +102,8 @@ def test_tasks_are_asked_and_scored(folder: Path, model: Path) -> None:
     assert found["edgeft_own_choice"]["acc"] == 0.5  # honey is right; the planet is a guess among equals: the first
     assert 0 <= found["edgeft_own_written"]["exact_match"] <= 0.5
     assert found["edgeft_own_rolling"]["word_perplexity"] > 1
-    choices = [ask for ask in scorer.asks if ask.options]
-    assert [len(ask.options) for ask in choices] == [3, 3]  # the choices share their question
+    choices = [request for request in scorer.requests if request.options]
+    assert [len(request.options) for request in choices] == [3, 3]  # the choices share their question
     assert tokenizer.decode(choices[0].prompt) == "Question: What do bees make?\nAnswer:"
     assert tokenizer.decode(choices[0].options[0]) == " honey"
 

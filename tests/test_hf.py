@@ -285,8 +285,8 @@ def test_every_kind_agrees_with_transformers_and_llamacpp(
     file = hf_to_gguf(str(path), tmp_path / "small.gguf")
     assert near(load(file).logits(batch(IDS)), want) < 1e-4
     lean = load(file, lean=True)
-    lean.kernels = kernels.load()
-    assert lean.kernels.able(lean.config.head_dim, "silu")
+    lean.configure(backend=kernels.load())
+    assert lean.options.backend.able(lean.config.head_dim, "silu")
     assert near(lean.logits(batch(IDS)), want) < 1e-4
     assert near(in_llamacpp(file), want) < 5e-3  # its attention cache is float16
     back = export_hf(str(file), [], tmp_path / "back")

@@ -17,14 +17,15 @@ from edgeft.config import Recipe, UpdateConfig
 from edgeft.data.forest import Forest
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
-from edgeft.engine import choose, compiled, kernels, page_release
+from edgeft.engine import choose, compiled, kernels
+from edgeft.engine.backend import TORCH
 from edgeft.engine.batch import batch_of
 from edgeft.engine.load_gguf import load
 from edgeft.engine.packed import Packed
 from edgeft.engine.stack import Stack
 from edgeft.errors import DamagedError, EdgeftError
 from edgeft.evaluate.fast_types import with_fast_types
-from edgeft.evaluate.llamacpp import LlamaFile, room
+from edgeft.evaluate.llamacpp import LlamaFile, usable_bytes
 from edgeft.export.gguf import export_gguf
 from edgeft.export.verify import compare
 from edgeft.formats import ggml
@@ -41,9 +42,9 @@ TEXT = "Every linear layer keeps its packed weights in the mapped file, and noth
 
 @pytest.fixture
 def sparing() -> Iterator[None]:
-    page_release.enable(True)
+    TORCH.memory.set_release(True)
     yield
-    page_release.enable(False)
+    TORCH.memory.set_release(False)
 
 
 needs_compiler = pytest.mark.skipif(not (compiled.is_built() or compiled.compiler()), reason="no C++ compiler")
@@ -213,7 +214,7 @@ from edgeft.engine.load_gguf import load
 from edgeft.methods import scheme
 
 stack = load(sys.argv[1], lean=True)
-stack.kernels, stack.recompute = kernels.load(), True
+stack.configure(backend=kernels.load(), recompute="full")
 parameters = scheme.apply(stack, scheme.make(UpdateConfig(blocks="1-2"), stack.depth, stack.arch), 0)
 ids = np.arange(20, 60, dtype=np.int32)
 _, batch = batch_of(Forest([Encoded(ids, ids > 20, Row([], []))]), [0])
@@ -227,7 +228,7 @@ print([name for name in ("torch._dynamo", "sympy", "transformers") if name in sy
 @pytest.mark.parametrize("share", [1.0, 0.4])
 def test_what_is_computed_again_is_the_same(tiny: Path, share: float) -> None:
     stack = load(tiny, lean=True)
-    stack.kernels = stack.head.kernels = kernels.load()
+    stack.configure(backend=kernels.load())
     update = UpdateConfig(blocks="1-2", tensors=["q", "k", "up", "down"], biases=True, norms=True)
     parameters = scheme.apply(stack, scheme.make(update, stack.depth, stack.arch), 0)
     ids = np.random.default_rng(0).integers(20, 1000, 48).tolist()
@@ -238,7 +239,7 @@ def test_what_is_computed_again_is_the_same(tiny: Path, share: float) -> None:
         batch.kept = np.union1d(chosen, batch.at.numpy())
     found = []
     for recompute in (False, True):
-        stack.recompute = recompute
+        stack.configure(recompute="full" if recompute else "none")
         stack.model.zero_grad()
         loss = stack.head.loss(stack.top(stack.trunk(batch, 1), batch, 1), batch.targets)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -283,7 +284,7 @@ def test_weights_are_read_where_they_are_used(tmp_path: Path) -> None:
 @needs_compiler
 def test_the_check_of_an_export_runs_through_the_kernels(tiny: Path, tmp_path: Path, sparing: None) -> None:
     stack = load(tiny, lean=True)
-    stack.kernels = stack.head.kernels = kernels.load()
+    stack.configure(backend=kernels.load())
     chosen = scheme.make(UpdateConfig(blocks=2, tensors=["q", "up"]), stack.depth, stack.arch)
     for parameter in scheme.apply(stack, chosen, 0).values():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
@@ -306,8 +307,8 @@ def test_an_export_is_checked_with_the_kernels_that_trained(tmp_path: Path, monk
     own = kernels.load()
     found = choose.recalled(run)
     assert found is not None
-    assert found.kernels is own
-    assert not found.half
+    assert found.backend is own
+    assert not found.bf16
     monkeypatch.setattr(compiled, "is_built", lambda: False)  # on another machine
     assert choose.recalled(run) is None
 
@@ -316,9 +317,9 @@ def test_an_export_is_checked_with_the_kernels_that_trained(tmp_path: Path, monk
 
 
 def test_scoring_stays_within_its_room(model: Path) -> None:
-    assert room(1000) == 1000
-    assert room(0) > 1 << 20
-    assert room(1 << 60) == pytest.approx(room(0), rel=0.2)
+    assert usable_bytes(1000) == 1000
+    assert usable_bytes(0) > 1 << 20
+    assert usable_bytes(1 << 60) == pytest.approx(usable_bytes(0), rel=0.2)
     with with_fast_types(model, 100_000, room_bytes=600 << 20) as place:
         assert place == model  # the float16 copy is larger than a quarter of that
     ids = GgufTokenizer(model).encode(TEXT)

@@ -22,10 +22,10 @@ from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
 from edgeft.engine import kernels, optimizer
+from edgeft.engine.backend import TORCH
 from edgeft.engine.batch import Batch, batch_of
 from edgeft.engine.load_gguf import load
 from edgeft.engine.load_hf import load_hf
-from edgeft.engine.pool import _use_count, pool
 from edgeft.engine.stack import Stack, weight_of
 from edgeft.errors import ConfigError
 from edgeft.export.hf import export_hf
@@ -112,7 +112,7 @@ ENGINES = ["torch", "kernels"]
 
 def built(path: Path, update: UpdateConfig, engine: str, frozen: str = "dense") -> tuple[Stack, schemes.Scheme, Any]:
     stack = load_hf(str(path), frozen)
-    stack.kernels = stack.head.kernels = kernels.load() if engine == "kernels" else None
+    stack.configure(backend=kernels.load() if engine == "kernels" else TORCH)
     scheme = schemes.make(update, stack.depth, stack.arch)
     return stack, scheme, schemes.apply(stack, scheme, 3)
 
@@ -148,7 +148,7 @@ def test_sliced_gradients_are_columns_of_plain_autograds(
     whole = [name.replace(".part", ".weight") for name in parameters]
     want = plain_small(model, whole)
     for recompute in (False, True):
-        stack.recompute = recompute
+        stack.configure(recompute="full" if recompute else "none")
         got = gradients(stack, parameters)
         assert got.keys() == parameters.keys()
         for name in got:
@@ -196,26 +196,25 @@ def test_channels_are_those_asked_for(small: Callable[[str], Path]) -> None:
 
 @pytest.fixture
 def buffers() -> Any:
-    pool.resize(64)
-    yield pool
-    pool.resize(0)
+    TORCH.memory.pool.resize(64)
+    yield TORCH.memory.pool
+    TORCH.memory.pool.resize(0)
 
 
 def kept(stack: Stack, cut: int, buffers: Any) -> int:
     """Bytes of activations that are in use between the forward and the backward pass."""
-    assert _use_count is not None
     _, rows = batch_of(Forest(ROWS), list(range(len(ROWS))))
     hidden = stack.trunk(rows, cut)
     buffers.resize(64)
     loss = stack.head.loss(stack.top(hidden, rows, cut), rows.targets)
-    found = [s for same in buffers._free.values() for s, idle in same if _use_count(s._cdata) != idle]
+    used: int = buffers.used_bytes()
     loss.backward()  # type: ignore[no-untyped-call]
-    return sum(storage.nbytes() for storage in found)
+    return used
 
 
 def prepared(model: Path, update: UpdateConfig) -> tuple[Stack, schemes.Scheme]:
     stack = load(model, lean=True)
-    stack.kernels = stack.head.kernels = kernels.load()
+    stack.configure(backend=kernels.load())
     scheme = schemes.make(update, stack.depth, stack.arch)
     schemes.apply(stack, scheme, 0)
     return stack, scheme
@@ -225,7 +224,7 @@ def test_biases_and_lite_branches_keep_an_eighth_of_full_training(model: Path, b
     found = {}
     for name in ("full", "bias-norm", "tinytl"):
         stack, scheme = prepared(model, replace(config.load_recipe(name).update, blocks="all"))
-        stack.frugal = name != "full"
+        stack.configure(recompute="none" if name == "full" else "selective")
         found[name] = kept(stack, scheme.cut, buffers)
     assert found["bias-norm"] <= found["full"] / 8
     assert found["tinytl"] <= 1.2 * found["bias-norm"]
@@ -245,7 +244,7 @@ def test_a_share_of_the_channels_keeps_that_share_of_the_inputs(model: Path, buf
     assert part == 5 * (3 + 2) * 64 * 4 * 160  # each layer has its own channels
 
 
-def test_frugal_blocks_compute_the_same(model: Path) -> None:
+def test_selective_recomputation_computes_the_same(model: Path) -> None:
     update = UpdateConfig(method="tinytl", blocks="25-29", biases=True, norms=True, rank=4)
     stack, scheme = prepared(model, update)
     parameters = {name: p for name, p in stack.model.named_parameters() if p.requires_grad}
@@ -255,7 +254,7 @@ def test_frugal_blocks_compute_the_same(model: Path) -> None:
     _, rows = batch_of(Forest(ROWS), list(range(len(ROWS))))
     found = []
     for frugal in (False, True):
-        stack.frugal = frugal
+        stack.configure(recompute="selective" if frugal else "none")
         loss = stack.head.loss(stack.top(stack.trunk(rows, scheme.cut), rows, scheme.cut), rows.targets)
         loss.backward()  # type: ignore[no-untyped-call]
         found.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
@@ -320,8 +319,8 @@ def test_a_projection_comes_from_the_seed_and_the_name(small: Callable[[str], Pa
 def optimizer_of(stack: Stack, parameters: Any, update: UpdateConfig, train: TrainConfig, how: ExecutionConfig) -> Any:
     layers = schemes.int8(stack)
     if not layers:
-        return optimizer.make(parameters, train, how, stack.kernels)
-    return Qas(parameters, layers, Recipe(update=update, train=train, how=how), stack.kernels)
+        return optimizer.make(parameters, train, how, stack.options.backend)
+    return Qas(parameters, layers, Recipe(update=update, train=train, how=how), stack.options.backend)
 
 
 def learned(

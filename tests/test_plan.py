@@ -17,9 +17,9 @@ from edgeft import arch, config
 from edgeft.config import Recipe, UpdateConfig
 from edgeft.data.forest import Forest
 from edgeft.engine import kernels, limits
+from edgeft.engine.backend import TORCH
 from edgeft.engine.batch import batch_of
 from edgeft.engine.load_gguf import load
-from edgeft.engine.pool import pool
 from edgeft.errors import ConfigError, DoesNotFitError
 from edgeft.host import device
 from edgeft.host.profile import load_device
@@ -52,7 +52,7 @@ def job(model: Path, name: str, *sets: str, tokens: int = 256, rows: int = 32) -
 @pytest.fixture
 def fresh_pool() -> Iterator[None]:
     yield
-    pool.resize(0)
+    TORCH.memory.pool.resize(0)
 
 
 MIDDLE: dict[str, Any] = {"blocks": "24-27", "tensors": ["q", "k", "v", "o", "up", "down"]}
@@ -78,15 +78,15 @@ def test_buffers_are_those_that_the_pool_gives_out(
     stack = load(model, lean=update.method != "lora")
     scheme = schemes.make(update, stack.depth, arch.get("llama"))
     schemes.apply(stack, scheme, 0)
-    stack.kernels = stack.head.kernels = kernels.load()
-    stack.half, stack.recompute = half, recompute
-    stack.frugal = scheme.method == "tinytl" or not scheme.shares
+    stack.configure(backend=kernels.load())
+    stack.configure(bf16=half, recompute="full" if recompute else "selective" if scheme.frugal else "none")
     _, batch = batch_of(Forest([random_row(40, 6), random_row(24, 5)]), [0, 1])
     hidden = stack.trunk(batch, scheme.cut)
+    pool = stack.options.backend.memory.pool
     pool.resize(128)
     for _ in range(2):  # the second pass finds all that it needs
         stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets).backward()  # type: ignore[no-untyped-call]
-    held = sum(size * len(some) for size, some in pool._free.items())
+    held = pool.held_bytes() / pool.rows
     top = buffers._Top(shape_of(str(model), "auto"), scheme, half, torch.get_num_threads(), recompute)
     buffers.run(top, len(batch.tokens), len(torch.unique(batch.at)))
     foreseen = sum(size * len(some) for size, some in top.pool.of.items())

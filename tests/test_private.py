@@ -187,7 +187,7 @@ def test_a_run_that_keeps_no_data_offline(tmp_path: Path, edgeft: Edgeft, monkey
     # what needs the rows says so in one line, or takes others
     scored = edgeft("eval", folder)
     assert scored.returncode == 6
-    assert "keeps no rows" in scored.stderr
+    assert "holds no rows" in scored.stderr
     assert "--data" in scored.stderr
     scored = edgeft(
         "eval", folder / "model.gguf", "--data", data / "heldout.jsonl", "--limit", 2, "--json", "--offline"

@@ -58,7 +58,7 @@ def test_first_order_is_that_of_plain_autograd(tiny: Path, tmp_path: Path, compi
     assert len(sample.parts) >= 2
     stack = load(tiny, lean=compiled)
     if compiled:
-        stack.kernels = stack.head.kernels = kernels.load()
+        stack.configure(backend=kernels.load())
     inputs = contribution.Inputs(tmp_path, sample, DEPTH, WIDTH)
     inputs.fill(stack, sample, lambda: None)
     found = contribution.first_order(stack, sample, inputs, "adamw", lambda: None)
@@ -101,7 +101,7 @@ def test_warmed_up_it_knows_more_and_is_frozen(tiny: Path, compiled: bool) -> No
     sample = contribution.draw(rows(8), rows(4, seed=1), seed=0)
     stack = load(tiny, lean=compiled)
     if compiled:
-        stack.kernels = stack.head.kernels = kernels.load()
+        stack.configure(backend=kernels.load())
 
     def loss() -> float:
         _, batch = batch_of(sample.forest, sample.parts[0])
@@ -113,7 +113,7 @@ def test_warmed_up_it_knows_more_and_is_frozen(tiny: Path, compiled: bool) -> No
     trial.warm_up(stack, sample, config.TrainConfig(optimizer="sgd"), config.ExecutionConfig(), lambda: told.append(1))
     assert loss() < before
     assert len(told) == trial.WARM_STEPS
-    assert not stack.frugal
+    assert stack.options.recompute == "none"
     assert not any(p.requires_grad for p in stack.model.parameters())
     for block in range(DEPTH):
         linear = stack.linear(block, "q")

@@ -66,7 +66,7 @@ def test_rows_on_one_passage_stay_together() -> None:
 def test_loss_and_gradients_equal_those_of_single_rows(model: Path, recompute: bool) -> None:
     torch.manual_seed(0)
     stack = load(model)
-    stack.recompute = recompute
+    stack.configure(recompute="full" if recompute else "none")
     chosen = scheme.make(
         UpdateConfig(blocks=[20, 26], tensors=["q", "v", "down"], biases=True, norms=True), stack.depth, stack.arch
     )

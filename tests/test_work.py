@@ -14,7 +14,7 @@ from edgeft.data.forest import Forest
 from edgeft.engine import kernels
 from edgeft.engine.batch import batch_of
 from edgeft.engine.load_gguf import load
-from edgeft.engine.pool import Pool
+from edgeft.engine.memory import Pool
 from edgeft.methods import scheme as schemes
 from edgeft.plan import shape_of_config
 from edgeft.plan.flops import step_flops
@@ -34,7 +34,7 @@ def test_products_are_those_counted(model: Path, update: UpdateConfig) -> None:
     stack = load(model, lean=True)
     scheme = schemes.make(update, stack.depth, arch.get("llama"))
     schemes.apply(stack, scheme, 0)
-    stack.kernels = kernels.load()
+    stack.configure(backend=kernels.load())
     _, batch = batch_of(Forest(ROWS), list(range(len(ROWS))))
     hidden = stack.trunk(batch, scheme.cut)
     # torch's own table leaves it out

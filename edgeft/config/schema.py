@@ -201,10 +201,6 @@ class ExecutionConfig:
         "a little slower",
     )
     tree: bool = knob(True, "compute shared prefixes of rows once")
-    supervised_only: bool = knob(
-        True, "head, and the last block beyond its keys and values, for trained positions alone"
-    )
-    prune: bool = knob(True, "compute no gradient that nobody uses; false only shows what that saves")
     compile: str = knob(
         "auto",
         "edgeft's C++ kernels, compiled once for this processor; auto: if the run is long enough to pay for it",

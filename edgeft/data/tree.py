@@ -1,4 +1,7 @@
-"""Who sees whom in a prefix forest, and the pieces that attention computes."""
+"""Which token sees which in a prefix forest, and the pieces that attention computes.
+
+Tokens are in depth-first order, so that a subtree is a range.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,13 @@ class Piece:
     def __init__(self, tree: Tree, start: int, stop: int, above: np.ndarray) -> None:
         self.tree, self.start, self.stop, self.above = tree, start, stop, above
 
+    def queries(self, chosen: np.ndarray | None) -> tuple[slice, np.ndarray]:
+        """(where they are in `chosen`, token numbers) of the piece's queries; None: all tokens are queries."""
+        if chosen is None:
+            return slice(self.start, self.stop), np.arange(self.start, self.stop)
+        span = slice(*(int(np.searchsorted(chosen, end)) for end in (self.start, self.stop)))
+        return span, chosen[span]
+
     @cached_property
     def keys(self) -> np.ndarray:
         """(K,) token numbers."""
@@ -28,7 +38,7 @@ class Piece:
 
 
 class Tree:
-    """Who sees whom, for tokens in depth-first order: a token's subtree is [i, i + size[i])."""
+    """Tokens in depth-first order: a token's subtree is [i, i + size[i])."""
 
     def __init__(self, parents: np.ndarray) -> None:
         self.size = np.ones(len(parents), np.int64)
@@ -54,7 +64,7 @@ class Tree:
                 self._add(begin, i, above)
                 begin = i
             else:
-                fork = i + 1  # the subtree is a chain [i, fork) first: a system prompt, a passage
+                fork = i + 1  # the subtree begins with a chain [i, fork): a system prompt, a passage
                 while fork < i + size and self.size[fork] == self.size[fork - 1] - 1:
                     fork += 1
                 for part in range(i, fork, PIECE):

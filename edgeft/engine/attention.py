@@ -1,93 +1,120 @@
-"""Attention along the paths of a prefix forest, piece by piece.
+"""Attention along the paths of a prefix forest, piece by piece, in plain torch.
 
-A token sees its ancestors and itself. Only pieces of the (tokens × tokens) table in which anything can be seen are
+A token sees its ancestors and itself. Only pieces of the (tokens × tokens) table in which anything is visible are
 computed, and none of it is kept: the backward pass computes a piece again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from edgeft.data.tree import Piece, Tree
+from edgeft.data.tree import Tree
 
 NAME = "edgeft"  # as transformers' configurations know it
+Tensor = torch.Tensor
 
 
-def _weights(q: torch.Tensor, k: torch.Tensor, piece: Piece, scale: float) -> torch.Tensor:
+@dataclass(frozen=True)
+class Heads:
+    query: int
+    key: int
+    width: int
+    scale: float  # of the scores
+
+
+class AttentionPlan:
+    """Which tokens of a tree are queries; all of them are keys. queries: (A,) ascending; None: all."""
+
+    def __init__(self, tree: Tree, heads: Heads, queries: Tensor | None = None) -> None:
+        self.tree, self.heads = tree, heads
+        self.queries = None if queries is None else queries.numpy()
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(rows of q, key tokens (K,), which scores (Q, K) are masked) of each piece that has queries."""
+        for piece in self.tree.pieces:
+            span, tokens = piece.queries(self.queries)
+            if len(tokens):
+                blocked = piece.blocked if self.queries is None else ~self.tree.sees(tokens, piece.keys)
+                yield span, torch.from_numpy(piece.keys), torch.from_numpy(blocked)
+
+
+def _weights(q: Tensor, k: Tensor, blocked: Tensor, scale: float) -> Tensor:
     """softmax(scale · q kᵀ): q (G, g·Q, d), k (G, K, d) → (G, g·Q, K), for G key heads with g query heads each."""
     scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
-    blocked = torch.from_numpy(piece.blocked)
     scores.view(len(k), -1, *blocked.shape).masked_fill_(blocked, -torch.inf)
     return torch.softmax(scores, -1)
 
 
-class _TreeAttention(torch.autograd.Function):
-    """q (H, T, d), k and v (G, T, d) → (H, T, d)."""
+def tree_attention(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q (H, A, d), k and v (G, T, d) → (H, A, d)."""
+    heads, length, width = q.shape
+    groups = len(k)
+    grouped = q.view(groups, -1, length, width)
+    out = torch.empty(groups, heads // groups, length, width)
+    for span, keys, blocked in plan.pieces():
+        part = grouped[:, :, span].reshape(groups, -1, width)
+        weights = _weights(part, k[:, keys], blocked, plan.heads.scale)
+        out[:, :, span] = torch.bmm(weights, v[:, keys]).view(groups, -1, len(blocked), width)
+    return out.view(heads, length, width)
 
+
+def tree_attention_back(plan: AttentionPlan, saved: tuple[Tensor, ...], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """saved: q, k, v and what `tree_attention` made of them; dq, dk and dv, of their shapes."""
+    q, k, v, out = saved
+    heads, length, width = q.shape
+    groups = len(k)
+    shape = (groups, heads // groups, length, width)
+    grouped, dgrouped = q.view(shape), dout.reshape(shape)
+    rows = (dout * out).sum(-1).view(groups, -1, length)  # Σ dP·P of each query
+    dq, dk, dv = torch.empty(shape), torch.zeros_like(k), torch.zeros_like(v)
+    for span, seen, blocked in plan.pieces():
+        part, dpart = (t[:, :, span].reshape(groups, -1, width) for t in (grouped, dgrouped))
+        keys, values = k[:, seen], v[:, seen]
+        weights = _weights(part, keys, blocked, plan.heads.scale)
+        dv.index_add_(1, seen, torch.bmm(weights.transpose(1, 2), dpart))
+        dscores = torch.bmm(dpart, values.transpose(1, 2)).sub_(rows[:, :, span].reshape(groups, -1, 1))
+        dscores.mul_(weights).mul_(plan.heads.scale)
+        dq[:, :, span] = torch.bmm(dscores, keys).view(groups, -1, len(blocked), width)
+        dk.index_add_(1, seen, torch.bmm(dscores.transpose(1, 2), part))
+    return dq.view(heads, length, width), dk, dv
+
+
+class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: Tree, scale: float) -> torch.Tensor:
-        heads, length, width = q.shape
-        groups = len(k)
-        grouped = q.view(groups, -1, length, width)
-        out = torch.empty(groups, heads // groups, length, width)
-        for piece in tree.pieces:
-            part = grouped[:, :, piece.start : piece.stop].reshape(groups, -1, width)
-            seen = torch.from_numpy(piece.keys)
-            weights = _weights(part, k[:, seen], piece, scale)
-            found = torch.bmm(weights, v[:, seen])
-            out[:, :, piece.start : piece.stop] = found.view(groups, -1, piece.stop - piece.start, width)
-        result = out.view(heads, length, width)
-        ctx.save_for_backward(q, k, v, result)
-        ctx.tree, ctx.scale = tree, scale
-        return result
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        out = tree_attention(plan, q, k, v)
+        ctx.save_for_backward(q, k, v, out)
+        ctx.plan = plan
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        q, k, v, out = ctx.saved_tensors
-        (dout,) = grads
-        heads, length, width = q.shape
-        groups = len(k)
-        shape = (groups, heads // groups, length, width)
-        grouped, dgrouped = q.view(shape), dout.reshape(shape)
-        rows = (dout * out).sum(-1).view(groups, -1, length)  # Σ dP·P of each query
-        dq, dk, dv = torch.empty(shape), torch.zeros_like(k), torch.zeros_like(v)
-        for piece in ctx.tree.pieces:
-            span = slice(piece.start, piece.stop)
-            part, dpart = (t[:, :, span].reshape(groups, -1, width) for t in (grouped, dgrouped))
-            seen = torch.from_numpy(piece.keys)
-            keys, values = k[:, seen], v[:, seen]
-            weights = _weights(part, keys, piece, ctx.scale)
-            dv.index_add_(1, seen, torch.bmm(weights.transpose(1, 2), dpart))
-            dscores = torch.bmm(dpart, values.transpose(1, 2)).sub_(rows[:, :, span].reshape(groups, -1, 1))
-            dscores.mul_(weights).mul_(ctx.scale)
-            dq[:, :, span] = torch.bmm(dscores, keys).view(groups, -1, piece.stop - piece.start, width)
-            dk.index_add_(1, seen, torch.bmm(dscores.transpose(1, 2), part))
-        return dq.view(heads, length, width), dk, dv, None, None
+        return *tree_attention_back(ctx.plan, ctx.saved_tensors, grads[0]), None
 
 
 def attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Any,
-    scaling: float | None = None,
     **more: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, H, T, d) → (1, T, H, d). A plain mask goes to its own function."""
     if not isinstance(attention_mask, Tree):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        found: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **more
-        )
-        return found
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+        return plain
+    scale = more.get("scaling") or query.shape[-1] ** -0.5
     q, k, v = (t[0].contiguous() for t in (query, key, value))
-    out: torch.Tensor = _TreeAttention.apply(q, k, v, attention_mask, scale)
+    plan = AttentionPlan(attention_mask, Heads(len(q), len(k), q.shape[-1], scale))
+    out: Tensor = _TreeAttention.apply(q, k, v, plan)
     return out.transpose(0, 1).contiguous()[None], None
 
 

@@ -1,4 +1,4 @@
-"""The tensors of some rows, taken from a prefix forest."""
+"""The tensors of a micro-batch, from a prefix forest."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from edgeft.data.tree import Tree
 
 @dataclass
 class Batch:
-    """Rows as one forest: tokens (T,), positions (T,), and who sees whom."""
+    """Rows as one forest of T tokens."""
 
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    tree: Tree
+    tokens: torch.Tensor  # (T,)
+    positions: torch.Tensor  # (T,) in their rows
+    tree: Tree  # which token sees which
     at: torch.Tensor  # (n,) where a trained target is predicted
     targets: torch.Tensor  # (n,)
     kept: np.ndarray | None = None  # tokens that gradients pass through, ascending; None: all

@@ -1,4 +1,4 @@
-"""Which engine trains: the compiled kernels, with float32 or bf16 products, or transformers' own blocks in plain torch.
+"""Which backend trains, and with which operands: the compiled kernels, in float32 or bf16, or plain torch.
 
 They round differently, so a run keeps the one that it began with.
 """
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from edgeft.config import Recipe
 from edgeft.engine import compiled, kernels
-from edgeft.engine.kernels import Kernels
+from edgeft.engine.backend import TORCH, Backend
 from edgeft.errors import ConfigError, EdgeftError
 from edgeft.host import cache
 from edgeft.run.folder import Run
@@ -22,68 +23,86 @@ SLOWER = "training runs in plain torch, at about half the speed"
 
 @dataclass(frozen=True)
 class Engine:
-    kernels: Kernels | None  # None: plain torch
-    half: bool = False  # products of bf16 operands
+    """reason: why, for the run's record and, where it costs speed, for the user."""
+
+    backend: Backend = TORCH
+    bf16: bool = False  # operands of products
+    reason: str = ""
+
+    @property
+    def compiled(self) -> bool:
+        return self.backend is not TORCH
 
 
 def choose(run: Run, head_width: int, gate: str, flops: float, progress: Progress) -> Engine:
-    """flops: work that is planned."""
+    """The engine that the run's record names, or else a choice, which is recorded; flops: of the planned work."""
     note = run.path / "engine.json"
     before = run.read_json(note) or {}  # damaged or of another form: as if there were none
-    kernels_before, half_before = before.get("kernels"), before.get("half")
-    wanted = kernels_before if isinstance(kernels_before, bool) else _wanted(run, flops, progress)
-    found = _load(progress) if wanted else None
-    if found is not None and not found.able(head_width, gate):
-        if run.recipe.how.compile == "on" or run.recipe.train.token_share < 1:
+    recorded = {key: value for key, value in before.items() if key in ("kernels", "half") and isinstance(value, bool)}
+    engine = decide(run.recipe, head_width, gate, flops, recorded, progress)
+    run.write_json(note, {"kernels": engine.compiled, "half": engine.bf16})
+    return engine
+
+
+def decide(
+    recipe: Recipe, head_width: int, gate: str, flops: float, recorded: dict[str, bool], progress: Progress
+) -> Engine:
+    """recorded: `kernels` and `half` as the run began, as far as they are known."""
+    if "kernels" in recorded:
+        wanted, reason = recorded["kernels"], "as the run began"
+    else:
+        wanted, reason = _wants_kernels(recipe, flops)
+        if reason.endswith(SLOWER):
+            progress.line(reason)
+    backend: Backend = _load(progress) if wanted else TORCH
+    if not backend.able(head_width, gate):
+        if recipe.how.compile == "on" or recipe.train.token_share < 1:
             raise EdgeftError("edgeft's kernels cannot run this model's heads", "--set how.compile=off")
-        progress.line(f"edgeft's kernels cannot run this model's heads: {SLOWER}")
-        found = None
-    half = half_before if isinstance(half_before, bool) else _half(run.recipe.how.products, found is not None)
-    run.write_json(note, {"kernels": found is not None, "half": half})
-    return Engine(found, half)
+        backend, reason = TORCH, f"edgeft's kernels cannot run this model's heads: {SLOWER}"
+        progress.line(reason)
+    if (bf16 := recorded.get("half")) is None:
+        bf16 = _multiplies_bf16(recipe.how.products, backend is not TORCH)
+    return Engine(backend, bf16, reason)
 
 
 def recalled(run: Run) -> Engine | None:
-    """The kernels that trained a run, if they are still here; float32, since what is exported is compared with it."""
+    """The kernels that trained a run, if they are still built; float32, since what is exported is compared with it."""
     before = run.read_json(run.path / "engine.json") or {}
     return Engine(kernels.load()) if before.get("kernels") is True and compiled.is_built() else None
 
 
-def _half(products: str, kernels: bool) -> bool:
-    if products == "bf16" and not kernels:
+def _multiplies_bf16(products: str, by_kernels: bool) -> bool:
+    if products == "bf16" and not by_kernels:
         raise ConfigError("`how.products: bf16` needs edgeft's kernels", "--set how.compile=on, or how.products=fp32")
-    if products != "auto" or not kernels:
+    if products != "auto" or not by_kernels:
         return products == "bf16"
     return compiled.multiplies_bf16()
 
 
-def _load(progress: Progress) -> Kernels:
+def _load(progress: Progress) -> Backend:
     if compiled.is_built():
         return kernels.load()
     begin = time.monotonic()
-    found = kernels.load()
+    backend = kernels.load()
     progress.line(f"compiled edgeft's kernels for this processor, once, in {time.monotonic() - begin:.1f} s")
-    return found
+    return backend
 
 
-def _wanted(run: Run, flops: float, progress: Progress) -> bool:
-    """auto: where they are there already, or the planned work pays for compiling them."""
-    recipe = run.recipe
+def _wants_kernels(recipe: Recipe, flops: float) -> tuple[bool, str]:
+    """(whether, why); auto: where they are built, or the planned work pays for compiling them."""
     if recipe.train.token_share < 1:
-        if recipe.how.compile == "off" or not recipe.how.supervised_only:
-            raise ConfigError(
-                "`train.token_share` below 1 needs edgeft's kernels and `how.supervised_only`", "--set how.compile=on"
-            )
-        return True
+        if recipe.how.compile == "off":
+            raise ConfigError("`train.token_share` below 1 needs edgeft's kernels", "--set how.compile=on")
+        return True, "train.token_share is below 1"
     if recipe.how.compile != "auto":
-        return recipe.how.compile == "on"
+        return recipe.how.compile == "on", f"how.compile: {recipe.how.compile}"
     if compiled.is_built():
-        return True
+        return True, "the kernels are built"
     if compiled.compiler() is None or cache.folder() is None:
-        what = "C++ compiler" if compiled.compiler() is None else "home folder to keep compiled kernels in"
-        progress.line(f"no {what} here: {SLOWER}")
-        return False
-    return compiled.pays(flops, trial_flops_per_s())
+        missing = "C++ compiler" if compiled.compiler() is None else "home folder to keep compiled kernels in"
+        return False, f"no {missing} here: {SLOWER}"
+    pays = compiled.pays(flops, trial_flops_per_s())
+    return pays, "the planned work pays for compiling" if pays else "the planned work is too short to compile for"
 
 
 def trial_flops_per_s() -> float:

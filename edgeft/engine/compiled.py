@@ -1,6 +1,6 @@
 """The C++ kernels as a library: compiled once for this machine's processor, and cached.
 
-No torch here: the planner asks whether they are there.
+No torch here: the planner asks whether they are built.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ def _processor() -> str:
     """What -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        told = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+        known = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
     except OSError:
-        told = [platform.processor()]
-    return platform.machine() + "".join(told)
+        known = [platform.processor()]
+    return platform.machine() + "".join(known)
 
 
 def multiplies_bf16() -> bool:
-    """Has the processor instructions for it? With them a product takes less than half the time, without several times.
-
-    Not a trial: on a busy machine that would come out now so, now so, and with it a run's bits.
-    """
+    """Whether the processor has instructions for it. With them a product takes less than half the time, without several
+    times. Not a trial: on a busy machine its result would vary, and with it a run's bits."""
     return any(f" {name} " in f"{_processor()} " for name in ("avx512_bf16", "amx_bf16"))
 
 
@@ -51,14 +49,12 @@ def library_file() -> Path:
     name = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, _processor()]).encode()).hexdigest()[:24]
     folder = cache.folder()
     if folder is None:
-        raise EdgeftError(
-            "there is no folder for edgeft's kernels", "name one with EDGEFT_CACHE, or --set how.compile=off"
-        )
+        raise EdgeftError("no folder for edgeft's kernels", "name one with EDGEFT_CACHE, or --set how.compile=off")
     return folder / "kernels" / f"{name}.so"
 
 
 def pays(flops: float, flops_per_s: float) -> bool:
-    """Is so much work worth compiling them for?"""
+    """Whether this much work saves more time than compiling takes."""
     return SAVED_SHARE * flops / flops_per_s > COMPILE_S
 
 
@@ -67,13 +63,13 @@ def is_built() -> bool:
 
 
 def build() -> Path:
-    """The compiled library, made now if it is not there; a few seconds."""
+    """The compiled library, built now if it is missing; a few seconds."""
     file = library_file()
     if file.is_file():
         return file
     program = compiler()
     if program is None:
-        raise EdgeftError("there is no C++ compiler for edgeft's kernels", HINT)
+        raise EdgeftError("no C++ compiler for edgeft's kernels", HINT)
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     threads = () if platform.system() == "Darwin" else ("-fopenmp",)  # Apple's clang has no OpenMP: one thread
@@ -84,11 +80,11 @@ def build() -> Path:
             [program, *FLAGS, native, *threads, str(SOURCE), "-o", str(temporary)], capture_output=True, text=True
         )
         if result.returncode:
-            said = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
-            raise EdgeftError(f"{program} could not compile edgeft's kernels: {said}", HINT)
+            error = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
+            raise EdgeftError(f"{program} could not compile edgeft's kernels: {error}", HINT)
         os.replace(temporary, file)
-    except OSError as error:
-        raise EdgeftError(f"cannot write edgeft's kernels to {file.parent}: {error.strerror}", HINT) from None
+    except OSError as refused:
+        raise EdgeftError(f"cannot write edgeft's kernels to {file.parent}: {refused.strerror}", HINT) from None
     finally:
         temporary.unlink(missing_ok=True)
     return file

@@ -1,24 +1,27 @@
-"""The C++ kernels over tensors, called through ctypes.
+"""The C++ kernels as a backend, called through ctypes; see kernels.cpp for what each computes.
 
-The torch path computes the same without them; nothing here decides which of the two is used.
+Only here and in kernels.cpp is the width of a vector known.
 """
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from edgeft.data.tree import Tree
 from edgeft.engine import compiled
-from edgeft.engine.limits import UNPACKED
-from edgeft.engine.pool import pool
+from edgeft.engine.attention import AttentionPlan, Heads
+from edgeft.engine.backend import TORCH, AdamRule, Backend, Moments
+from edgeft.engine.limits import KERNEL_TYPES, kernels_can_run
+from edgeft.engine.memory import Memory
 
-if TYPE_CHECKING:
-    from edgeft.data.tree import Tree
+Tensor = torch.Tensor
 
 
 class _Tree(ctypes.Structure):
@@ -34,8 +37,8 @@ class _Heads(ctypes.Structure):
     ]
 
 
-class Rule(ctypes.Structure):
-    """How AdamW steps; first and second: 1 - beta^step; factor: of the gradient."""
+class _Rule(ctypes.Structure):
+    """As AdamRule."""
 
     _fields_ = [
         *((name, ctypes.c_float) for name in ("lr", "beta1", "beta2", "eps", "decay", "first", "second", "factor")),
@@ -43,48 +46,44 @@ class Rule(ctypes.Structure):
     ]
 
 
-class Plan:
-    """A tree as the attention kernel reads it: its pieces, and which thread works on which of them.
+class KernelPlan(AttentionPlan):
+    """As the attention kernel reads it: pieces of the tree, and which thread works on which of them."""
 
-    asked: the token numbers that ask, ascending; the others are only seen. None: all.
-    """
-
-    def __init__(self, tree: Tree, groups: int, threads: int, asked: np.ndarray | None = None) -> None:
-        pieces, queries, rows, keys = [], [], [], []
+    def __init__(self, tree: Tree, heads: Heads, queries: Tensor | None, threads: int) -> None:
+        super().__init__(tree, heads, queries)
+        pieces, tokens_of, rows, keys = [], [], [], []
         row = key = 0
         for piece in tree.pieces:
-            if asked is None:
-                tokens = np.arange(piece.start, piece.stop)
-            else:
-                tokens = asked[np.searchsorted(asked, piece.start) : np.searchsorted(asked, piece.stop)]
+            _, tokens = piece.queries(self.queries)
             if not len(tokens):
                 continue
-            own = int(tokens[-1]) + 1 - piece.start  # what follows the last that asks is not seen
+            own = int(tokens[-1]) + 1 - piece.start  # no query sees what follows the last one
             pieces.append((row, len(tokens), key, len(piece.above), piece.start, own))
-            queries.append(tokens)
+            tokens_of.append(tokens)
             rows.append(np.arange(row, row + len(tokens)))
             keys += [piece.above, np.arange(piece.start, piece.start + own)]
             row, key = row + len(tokens), key + len(piece.above) + own
         costs = [(count * (above + own), number) for number, (_, count, _, above, _, own) in enumerate(pieces)]
         lists: list[list[int]] = [[] for _ in range(threads)]
         load = [0] * threads
-        for cost, number in sorted(costs, reverse=True):  # the largest first, to whoever has least
-            for group in range(groups):
+        for cost, number in sorted(costs, reverse=True):  # the largest first, to the thread with the least work
+            for group in range(heads.key):
                 thread = load.index(min(load))
-                lists[thread].append(number * groups + group)
+                lists[thread].append(number * heads.key + group)
                 load[thread] += cost
-        self.asked, self.tokens, self.threads = row, len(tree.size), threads
-        self._kept = [
+        self.threads = threads
+        self._arrays = [
             np.array(pieces, np.int32),
-            *(np.concatenate(part).astype(np.int32) for part in (queries, rows, keys)),
+            *(np.concatenate(part).astype(np.int32) for part in (tokens_of, rows, keys)),
             tree.size.astype(np.int32),
             np.array([item for items in lists for item in sorted(items)], np.int32),
             np.concatenate([[0], np.cumsum([len(items) for items in lists])]).astype(np.int32),
         ]
-        self.struct = _Tree(*(array.ctypes.data for array in self._kept))
+        self._structs = _Tree(*(array.ctypes.data for array in self._arrays)), _Heads(*astuple(heads))
+        self.arguments = tuple(map(ctypes.byref, self._structs))
 
 
-def _at(tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> ctypes.c_void_p | None:
+def _at(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> ctypes.c_void_p | None:
     if tensor is None:
         return None
     assert tensor.is_contiguous()
@@ -92,182 +91,161 @@ def _at(tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> ctyp
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-class Kernels:
-    """The library's functions over tensors; see kernels.cpp for what each computes."""
+def _longs(*numbers: int) -> tuple[ctypes.c_long, ...]:
+    return tuple(map(ctypes.c_long, numbers))
 
-    def __init__(self, file: Path) -> None:
+
+class KernelBackend(Backend):
+    name, runs_blocks, fused_adamw = "kernels", True, True
+
+    def __init__(self, file: Path, memory: Memory) -> None:
+        super().__init__(memory)
         self.library: Any = ctypes.CDLL(str(file))
         self.library.squares.restype = ctypes.c_double
         self.lanes: int = self.library.vector_lanes()
 
     def able(self, head_width: int, gate: str) -> bool:
-        """Can they run such a model? Heads are whole vectors, the gate is SiLU."""
-        return head_width % self.lanes == 0 and gate == "silu"
+        return kernels_can_run(head_width, gate, self.lanes)
 
-    def attend(self, plan: Plan, heads: _Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        out, lse = pool.like(q), torch.empty(len(q), heads.heads)
-        self.library.attend(
-            ctypes.byref(plan.struct), ctypes.byref(heads), _at(q), _at(k), _at(v), _at(out), _at(lse), plan.threads
-        )
+    # ------------------------------------------------ products
+
+    def project(self, x: Tensor, a: Tensor) -> Tensor:
+        """From bf16 to float32: a bf16 product of this form would leave code behind for every size of a pass."""
+        if x.dtype == torch.float32 or len(a) % self.lanes:
+            return super().project(x, a)
+        out = self.memory.pool.take(len(x), len(a))
+        self.library.project_half(_at(x, x.dtype), _at(a), _at(out), *_longs(*x.shape, len(a)), self.threads)
+        return out
+
+    def project_back(self, dy: Tensor, mid: Tensor) -> Tensor:
+        if mid.dtype == dy.dtype:
+            return super().project_back(dy, mid)
+        out = torch.empty(dy.shape[1], mid.shape[1])
+        shape = _longs(*dy.shape, mid.shape[1])
+        self.library.expand_back_half(_at(dy, torch.bfloat16), _at(mid), _at(out), *shape, self.threads)
+        return out
+
+    # ------------------------------------------------ sums, rows and columns
+
+    def add_bf16(self, total: Tensor, x: Tensor) -> Tensor:
+        self.library.add_half(_at(total), _at(x, torch.bfloat16), *_longs(total.numel()), self.threads)
+        return total
+
+    def add_bias(self, x: Tensor, bias: Tensor) -> None:
+        if x.dtype == torch.float32:
+            super().add_bias(x, bias)
+        else:
+            self.library.add_bias_half(_at(x, x.dtype), _at(bias), *_longs(*x.shape), self.threads)
+
+    def sum_rows(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return super().sum_rows(x)
+        out = torch.empty(x.shape[1])
+        self.library.sum_rows_half(_at(x, x.dtype), _at(out), *_longs(*x.shape), self.threads)
+        return out
+
+    def gather_columns(self, x: Tensor, columns: Tensor) -> Tensor:
+        """torch's own takes half of the time that it saves."""
+        out = self.memory.pool.take(len(x), len(columns), x.dtype)
+        function = self.library.pick_columns if x.dtype == torch.float32 else self.library.pick_columns_half
+        shape = _longs(*x.shape, len(columns))
+        function(_at(x, x.dtype), _at(columns, torch.int64), _at(out, x.dtype), *shape, self.threads)
+        return out
+
+    def scatter_columns(self, part: Tensor, columns: Tensor, out: Tensor) -> None:
+        function = self.library.place_columns if out.dtype == torch.float32 else self.library.place_columns_half
+        shape = _longs(*out.shape, len(columns))
+        function(_at(part), _at(columns, torch.int64), _at(out, out.dtype), *shape, self.threads)
+
+    def unpacks(self, type_id: int) -> bool:
+        """ggml's own code is several times slower."""
+        return type_id in KERNEL_TYPES
+
+    def unpack(self, packed: np.ndarray, type_id: int, out: Tensor) -> None:
+        if not self.unpacks(type_id):
+            super().unpack(packed, type_id, out)
+            return
+        function = self.library.unpack if out.dtype == torch.float32 else self.library.unpack_half
+        blocks = ctypes.c_long(out.numel() // 32)
+        function(ctypes.c_void_p(packed.ctypes.data), type_id, _at(out, out.dtype), blocks, self.threads)
+
+    # ------------------------------------------------ between products
+
+    def norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        total = x if more is None else self.memory.pool.like(x)
+        y, scale = self.memory.pool.like(x), torch.empty(len(x))
+        given = _at(x), _at(more), _at(weight), ctypes.c_float(eps)
+        self.library.norm(*given, _at(total), _at(y), _at(scale), *_longs(*x.shape), self.threads)
+        return total, y, scale
+
+    def norm_back(self, total: Tensor, scale: Tensor, weight: Tensor, dy: Tensor, other: Tensor | None) -> Tensor:
+        dx = self.memory.pool.like(total)
+        tensors = map(_at, (total, scale, weight, dy, other, dx))
+        self.library.norm_back(*tensors, *_longs(*total.shape), self.threads)
+        return dx
+
+    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        function = self.library.swiglu if gate.dtype == torch.float32 else self.library.swiglu_half
+        function(*(_at(t, gate.dtype) for t in (gate, up, out)), *_longs(gate.numel()), self.threads)
+
+    def swiglu_back(self, gate: Tensor, up: Tensor, dact: Tensor, act: Tensor | None) -> None:
+        function = self.library.swiglu_back if gate.dtype == torch.float32 else self.library.swiglu_back_half
+        function(*(_at(t, gate.dtype) for t in (gate, up, dact, act)), *_longs(gate.numel()), self.threads)
+
+    def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, width: int, sign: float) -> None:
+        shape = _longs(len(x), x.shape[1] // width, width)
+        self.library.rotate(_at(x), _at(cosines), _at(sines), *shape, ctypes.c_float(sign), self.threads)
+
+    def attention_plan(self, tree: Tree, heads: Heads, queries: Tensor | None = None) -> KernelPlan:
+        return KernelPlan(tree, heads, queries, self.threads)
+
+    def attend(self, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Beside the result: each query's log of its sum of exponentials, (A, H)."""
+        assert isinstance(plan, KernelPlan)
+        out, lse = self.memory.pool.like(q), torch.empty(len(q), plan.heads.query)
+        self.library.attend(*plan.arguments, *map(_at, (q, k, v, out, lse)), plan.threads)
         return out, lse
 
     def attend_back(
-        self,
-        plan: Plan,
-        heads: _Heads,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq = pool.like(q)
-        dk, dv = ([pool.like(k).zero_() for _ in range(plan.threads)] for _ in range(2))
-        self.library.attend_back(
-            ctypes.byref(plan.struct),
-            ctypes.byref(heads),
-            *map(_at, (q, k, v, out, lse, dout, dq)),
-            _each(dk),
-            _each(dv),
-            plan.threads,
-        )
-        return dq, _total(dk), _total(dv)
+        self, plan: AttentionPlan, saved: tuple[Tensor, ...], dout: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert isinstance(plan, KernelPlan)
+        q, k, _, _, _ = saved
+        dq = self.memory.pool.like(q)
+        dk, dv = ([self.memory.pool.like(k).zero_() for _ in range(plan.threads)] for _ in range(2))
+        tensors = map(_at, (*saved, dout, dq))
+        self.library.attend_back(*plan.arguments, *tensors, _addresses(dk), _addresses(dv), plan.threads)
+        return dq, _sum(dk), _sum(dv)
 
-    def rotate(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, width: int, sign: float) -> None:
-        """x (rows, heads * width), in place."""
-        shape = (ctypes.c_long(len(x)), ctypes.c_long(x.shape[1] // width), ctypes.c_long(width))
-        self.library.rotate(_at(x), _at(cosines), _at(sines), *shape, ctypes.c_float(sign), torch.get_num_threads())
+    # ------------------------------------------------ the optimiser
 
-    def norm(
-        self, x: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x (rows, width) → x + more, its norm, 1 / rms (rows,)."""
-        total = x if more is None else pool.like(x)
-        y, scale = pool.like(x), torch.empty(len(x))
-        shape = (ctypes.c_long(len(x)), ctypes.c_long(x.shape[1]))
-        self.library.norm(
-            _at(x), _at(more), _at(weight), ctypes.c_float(eps), _at(total), _at(y), _at(scale),
-            *shape, torch.get_num_threads(),
-        )  # fmt: skip
-        return total, y, scale
-
-    def norm_back(
-        self, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, other: torch.Tensor | None
-    ) -> torch.Tensor:
-        dx = pool.like(x)
-        shape = (ctypes.c_long(len(x)), ctypes.c_long(x.shape[1]))
-        self.library.norm_back(*map(_at, (x, scale, weight, dy, other, dx)), *shape, torch.get_num_threads())
-        return dx
-
-    def swiglu(self, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
-        """float32, or all of them bf16."""
-        function = self.library.swiglu if gate.dtype == torch.float32 else self.library.swiglu_half
-        tensors = (_at(t, gate.dtype) for t in (gate, up, out))
-        function(*tensors, ctypes.c_long(gate.numel()), torch.get_num_threads())
-
-    def swiglu_back(self, gate: torch.Tensor, up: torch.Tensor, dact: torch.Tensor, act: torch.Tensor | None) -> None:
-        """gate and up become their gradients; act what swiglu gave. float32, or all of them bf16."""
-        function = self.library.swiglu_back if gate.dtype == torch.float32 else self.library.swiglu_back_half
-        tensors = (_at(t, gate.dtype) for t in (gate, up, dact, act))
-        function(*tensors, ctypes.c_long(gate.numel()), torch.get_num_threads())
-
-    def add(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """total (rows, width), float32, plus as many rows of x, bf16, in place."""
-        count = ctypes.c_long(total.numel())
-        self.library.add_half(_at(total), _at(x, torch.bfloat16), count, torch.get_num_threads())
-
-    def add_bias(self, x: torch.Tensor, bias: torch.Tensor) -> None:
-        """x (rows, width), bf16, plus bias (width,), float32, in place."""
-        shape = (ctypes.c_long(len(x)), ctypes.c_long(x.shape[1]))
-        self.library.add_bias_half(_at(x, torch.bfloat16), _at(bias), *shape, torch.get_num_threads())
-
-    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, width), bf16 → (width,), float32."""
-        out = torch.empty(x.shape[1])
-        shape = (ctypes.c_long(len(x)), ctypes.c_long(x.shape[1]))
-        self.library.sum_rows_half(_at(x, torch.bfloat16), _at(out), *shape, torch.get_num_threads())
-        return out
-
-    def projects(self, rank: int) -> bool:
-        """Are there kernels for branches of so many numbers a token?"""
-        return rank % self.lanes == 0
-
-    def project(self, x: torch.Tensor, a: torch.Tensor, out: torch.Tensor) -> None:
-        """x (rows, width), bf16, times aᵀ, a (r, width), float32, into `out` (rows, r), float32."""
-        shape = map(ctypes.c_long, (*x.shape, len(a)))
-        self.library.project_half(_at(x, torch.bfloat16), _at(a), _at(out), *shape, torch.get_num_threads())
-
-    def expand_back(self, dy: torch.Tensor, mid: torch.Tensor) -> torch.Tensor:
-        """dyᵀ mid (width, r), float32, of dy (rows, width), bf16, and mid (rows, r), float32."""
-        out = torch.empty(dy.shape[1], mid.shape[1])
-        shape = map(ctypes.c_long, (*dy.shape, mid.shape[1]))
-        self.library.expand_back_half(_at(dy, torch.bfloat16), _at(mid), _at(out), *shape, torch.get_num_threads())
-        return out
-
-    def pick_columns(self, x: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
-        """These columns of x (rows, width), float32 or bf16, into `out` (rows, count) of the same kind."""
-        function = self.library.pick_columns if x.dtype == torch.float32 else self.library.pick_columns_half
-        self._columns(function, _at(x, x.dtype), _at(out, x.dtype), x, columns)
-
-    def place_columns(self, part: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
-        """part (rows, count), float32, as these columns of `out` (rows, width), float32 or bf16."""
-        function = self.library.place_columns if out.dtype == torch.float32 else self.library.place_columns_half
-        self._columns(function, _at(part), _at(out, out.dtype), out, columns)
-
-    def _columns(self, function: Any, source: Any, target: Any, wide: torch.Tensor, columns: torch.Tensor) -> None:
-        shape = map(ctypes.c_long, (*wide.shape, len(columns)))
-        function(source, _at(columns, torch.int64), target, *shape, torch.get_num_threads())
-
-    def unpacks(self, type_id: int) -> bool:
-        """Has it code of its own for this type of packed weights? ggml's own is several times slower."""
-        return type_id in UNPACKED
-
-    def unpack(self, packed: np.ndarray, type_id: int, out: torch.Tensor) -> None:
-        """Packed rows (uint8, C order) into `out` (rows, cols), float32 or bf16."""
-        function = self.library.unpack if out.dtype == torch.float32 else self.library.unpack_half
-        blocks = ctypes.c_long(out.numel() // 32)
-        function(ctypes.c_void_p(packed.ctypes.data), type_id, _at(out, out.dtype), blocks, torch.get_num_threads())
-
-    def adamw(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        first: torch.Tensor,
-        second: torch.Tensor,
-        scales: torch.Tensor | None,
-        rule: Rule,
-    ) -> None:
-        """One step, in place; moments are float32, bf16, or bytes with (groups of GROUP numbers, 2) scales."""
-        function = {
+    def adamw(self, weight: Tensor, gradient: Tensor, moments: Moments, rule: AdamRule) -> None:
+        kind = moments.first.dtype
+        functions = {
             torch.float32: self.library.adamw,
             torch.bfloat16: self.library.adamw_bf16,
             torch.uint8: self.library.adamw_bytes,
-        }[first.dtype]
-        moments = [_at(first, first.dtype), _at(second, first.dtype), *([_at(scales)] if scales is not None else [])]
-        count = ctypes.c_long(weight.numel())
-        function(_at(weight), _at(gradient), *moments, count, ctypes.byref(rule), torch.get_num_threads())
+        }
+        held = [_at(moments.first, kind), _at(moments.second, kind)]
+        held += [] if moments.scales is None else [_at(moments.scales)]
+        last = *_longs(weight.numel()), ctypes.byref(_Rule(*astuple(rule))), self.threads
+        functions[kind](_at(weight), _at(gradient), *held, *last)
 
-    def squares(self, x: torch.Tensor) -> float:
-        """Their sum."""
-        return float(self.library.squares(_at(x), ctypes.c_long(x.numel()), torch.get_num_threads()))
+    def square_sum(self, x: Tensor) -> float:
+        return float(self.library.squares(_at(x), *_longs(x.numel()), self.threads))
 
 
-def _each(tensors: list[torch.Tensor]) -> Any:
-    """Their addresses."""
+def _addresses(tensors: list[Tensor]) -> Any:
     return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
 
 
-def _total(parts: list[torch.Tensor]) -> torch.Tensor:
+def _sum(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         parts[0].add_(part)
     return parts[0]
 
 
 @lru_cache(maxsize=1)
-def load() -> Kernels:
-    return Kernels(compiled.build())
-
-
-def heads(query: int, key: int, width: int, scale: float) -> Any:
-    return _Heads(query, key, width, scale)
+def load() -> KernelBackend:
+    """Compiled now if they are not built. In plain torch's memory: layers called on their own use the same buffers."""
+    return KernelBackend(compiled.build(), TORCH.memory)

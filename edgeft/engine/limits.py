@@ -8,16 +8,22 @@ HEAD_ROWS = 8192  # vocabulary rows unpacked at a time
 
 LOGITS_BYTES = 64 << 20  # the largest piece of logits that exists at a time
 
+# types that the kernels unpack themselves; ggml unpacks the others, to float32 alone
+KERNEL_TYPES = tuple(int(GGMLQuantizationType[name]) for name in ("Q4_0", "Q4_1", "Q8_0"))
+
+MAX_LANES = 16  # float32 numbers in the widest vector register
+
+MOMENT_GROUP = 256  # moments that share a scale where they are bytes, as kernels.cpp has it
+
 
 def padded(rows: int) -> int:
-    """So many, or somewhat more: the library makes and keeps code for every size of a bf16 product, 0.6 MB each."""
+    """Rows of a bf16 product: the library generates and keeps code for every size, 0.6 MB each, so sizes are few."""
     unit = 32
     while unit * 8 < rows:
         unit *= 2
     return -(-rows // unit) * unit
 
 
-# types that the kernels unpack themselves; ggml unpacks the others, to float32 alone
-UNPACKED = tuple(int(GGMLQuantizationType[name]) for name in ("Q4_0", "Q4_1", "Q8_0"))
-
-GROUP = 256  # moments that share a scale where they are bytes, as kernels.cpp has it
+def kernels_can_run(head_width: int, gate: str, lanes: int = MAX_LANES) -> bool:
+    """Heads are whole vectors and the gate is SiLU; by default on any processor."""
+    return head_width % lanes == 0 and gate == "silu"

@@ -1,41 +1,79 @@
-"""Linear layers, several over one input: forward and backward, no gradient that nobody uses."""
+"""Linear layers, several over one input: forward and backward. No gradient is computed that nothing uses.
+
+Gradients of weights are added to `.grad` here; those of biases and adapters go back through autograd.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from edgeft.engine.kernels import Kernels
-from edgeft.engine.limits import padded
-from edgeft.engine.packed import PackedLinear, Scratch
-from edgeft.engine.pool import pool
+from edgeft.engine.backend import Backend
+from edgeft.engine.packed import PackedLinear
 
 Tensor = torch.Tensor
+Gradients = list[Tensor | None]  # of (weight, bias, A, B, part), for autograd
 
-SLOTS = 5  # tensors of a layer that may be trained
+
+class Trained(NamedTuple):
+    """Which tensors of a layer are trained."""
+
+    weight: bool
+    bias: bool
+    down: bool
+    up: bool
+    part: bool
+
+    @property
+    def reads_input(self) -> bool:
+        """The backward pass needs the layer's whole input."""
+        return self.weight or self.down
+
+    @property
+    def reads_part(self) -> bool:
+        """It needs what `LinearSpec.reads` makes of it."""
+        return self.up or self.part
+
+
+SLOTS = len(Trained._fields)
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """What computes layers. bf16: operands of products; sums inside a product and all between products are float32."""
+
+    backend: Backend
+    bf16: bool = False
+
+    def operand(self, x: Tensor) -> Tensor:
+        return self.backend.operand(x, self.bf16)
+
+    def cast(self, weight: Tensor) -> Tensor:
+        """A dense weight as an operand."""
+        return weight.bfloat16() if self.bf16 else weight
 
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear layer whose weight can be had as a matrix: y = x Wᵀ + b, with an adapter + scale x Aᵀ Bᵀ.
+    """A linear layer y = x Wᵀ + b, with an adapter + scale x Aᵀ Bᵀ.
 
-    Of W all may be trained, or some columns, `part`, which stand in for those of `base`.
+    All of W may be trained, or some columns, `part`, which replace those of `base`.
     """
 
-    base: Any  # nn.Linear, PackedLinear, or a layer that makes its weight by `operand`
+    base: Any  # nn.Linear, PackedLinear, or a layer with `operand(backend, bf16)`
     bias: nn.Parameter | None
     down: Tensor | None = None  # A (r, I): trained by LoRA, fixed in a lite branch
     up: nn.Parameter | None = None  # B (O, r)
     scale: float = 0.0
     part: nn.Parameter | None = None  # (O, C)
-    columns: Tensor | None = None  # (C,) where they stand
+    columns: Tensor | None = None  # (C,) their indices
 
     def trained(self) -> list[Tensor | None]:
-        """What autograd must see: (weight, bias, A, B, part), None for what is frozen or not there."""
+        """(weight, bias, A, B, part) for autograd; None for what is frozen or absent."""
         weight = None if isinstance(self.base, PackedLinear) else self.base.weight
         return [
             None if t is None or not t.requires_grad else t for t in (weight, self.bias, self.down, self.up, self.part)
@@ -43,7 +81,7 @@ class LinearSpec:
 
     @property
     def lite(self) -> bool:
-        """A is fixed: B A can be added to the weight, and is less work there than beside it."""
+        """A is fixed: B A is added to the weight, which is less work than beside it."""
         return self.down is not None and not self.down.requires_grad
 
     @property
@@ -53,28 +91,26 @@ class LinearSpec:
             return len(self.columns)
         return 0 if self.down is None else len(self.down)
 
-    def reads(self, x: Tensor, way: ComputeOptions) -> Tensor:
+    @property
+    def adapts(self) -> bool:
+        """An adapter is computed beside the weight."""
+        return self.down is not None and not self.lite
+
+    def reads(self, x: Tensor, compute: ComputeOptions) -> Tensor:
         """These numbers (T, width), from the layer's input."""
         if self.columns is not None:
-            out = pool.take(len(x), len(self.columns), x.dtype)
-            if way.kernels is None:
-                return torch.index_select(x, 1, self.columns, out=out)
-            way.kernels.pick_columns(x, self.columns, out)  # torch's own takes half of the time that it saves
-            return out
+            return compute.backend.gather_columns(x, self.columns)
         assert self.down is not None
-        if self.lite and way.half and way.kernels is not None and way.kernels.projects(len(self.down)):
-            # a bf16 product of this form would leave code behind for every size of a pass
-            out = pool.take(len(x), len(self.down))
-            way.kernels.project(x, self.down, out)
-            return out
-        return way.product(x, _small(self.down, way).T)
+        if self.lite:
+            return compute.backend.project(x, self.down)
+        return compute.backend.mm(x, compute.cast(self.down).T)
 
 
 def linear_spec(module: Any) -> LinearSpec | None:
-    """None: a layer that is called as it is (bitsandbytes')."""
+    """A module describes itself by `as_layer()`. None: a layer that is called as it is (bitsandbytes')."""
     if type(module) in (nn.Linear, PackedLinear):
         return LinearSpec(module, module.bias)
-    if hasattr(module, "as_layer"):  # those of sparse/layers.py
+    if hasattr(module, "as_layer"):
         made: LinearSpec | None = module.as_layer()
         return made
     base: Any = getattr(module, "base_layer", None)
@@ -85,237 +121,186 @@ def linear_spec(module: Any) -> LinearSpec | None:
 
 
 def linear_specs(modules: Sequence[Any]) -> tuple[LinearSpec, ...] | None:
-    """None unless all of them are."""
-    found = [linear_spec(module) for module in modules]
-    return None if any(layer is None for layer in found) else tuple(layer for layer in found if layer is not None)
+    """None if one of them has none."""
+    specs = [spec for spec in map(linear_spec, modules) if spec is not None]
+    return tuple(specs) if len(specs) == len(modules) else None
 
 
-@dataclass(frozen=True)
-class ComputeOptions:
-    """How blocks are computed."""
-
-    kernels: Kernels | None  # None: products in plain torch, all that a single layer needs
-    prune: bool = True  # false: gradients that nobody uses are computed and thrown away, to see what they cost
-    half: bool = False  # products of bf16 operands; sums inside a product and everything between products are float32
-
-    def operand(self, x: Tensor) -> Tensor:
-        """What a product reads: x, or in bf16 x and rows of zeros, which change no sum."""
-        if not self.half:
-            return x
-        out = pool.take(padded(len(x)), x.shape[1], torch.bfloat16)
-        out[: len(x)] = x
-        out[len(x) :] = 0
-        return out
-
-    def product(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.mm(x, y, out=pool.take(len(x), y.shape[1], x.dtype))
-
-
-def _full(x: Tensor, rows: int) -> Tensor:
-    """What lies between products: float32, without the operands' further rows."""
-    return x if x.dtype == torch.float32 else pool.take(rows, x.shape[1]).copy_(x[:rows])
-
-
-def _weight(layer: LinearSpec, way: ComputeOptions) -> Tensor:
-    """As a product reads it."""
-    base = layer.base
-    if isinstance(base, PackedLinear):
-        found = base.packed.operand(way.kernels, half=way.half)
-    elif isinstance(base, nn.Linear):
-        found = _small(base.weight, way)
-    else:
-        found = base.operand(way.half)
-    if layer.part is not None and layer.columns is not None:
-        # in the buffer that the next weight overwrites, or in the base's own: nobody else reads these columns of it
-        if way.kernels is None:
-            found.scatter_(1, layer.columns.expand(len(found), -1), layer.part.to(found.dtype))
-        else:
-            way.kernels.place_columns(layer.part.detach(), layer.columns, found)
-    if layer.lite:
-        assert layer.up is not None
-        assert layer.down is not None
-        own = way.half or isinstance(base, PackedLinear)  # a buffer that may be written to
-        branch = _small(layer.up.detach(), way), _small(layer.down, way)
-        found = torch.addmm(found, *branch, alpha=layer.scale, out=found if own else None)
-    return found
-
-
-def _small(weight: Tensor, way: ComputeOptions) -> Tensor:
-    return weight.bfloat16() if way.half else weight
-
-
-def _trained(layers: tuple[LinearSpec, ...]) -> list[Tensor | None]:
+def trained_tensors(layers: tuple[LinearSpec, ...]) -> list[Tensor | None]:
     return [t for layer in layers for t in layer.trained()]
 
 
-def _flags(trained: Sequence[Tensor | None]) -> list[list[bool]]:
-    """For each layer, which of (weight, bias, A, B, part) are trained."""
-    return [[t is not None for t in trained[n : n + SLOTS]] for n in range(0, len(trained), SLOTS)]
+def trained_flags(tensors: Sequence[Tensor | None]) -> list[Trained]:
+    """Of each layer, from its slots."""
+    every = [t is not None for t in tensors]
+    return [Trained(*every[n : n + SLOTS]) for n in range(0, len(every), SLOTS)]
 
 
-def _reads_all(flags: Sequence[bool], way: ComputeOptions) -> bool:
-    """Does a backward pass with these trained read the layer's whole input?"""
-    return flags[0] or flags[2] or not way.prune
+def _weight(layer: LinearSpec, compute: ComputeOptions) -> Tensor:
+    """As an operand."""
+    base, backend = layer.base, compute.backend
+    if isinstance(base, PackedLinear):
+        weight = base.packed.operand(backend, bf16=compute.bf16)
+    elif isinstance(base, nn.Linear):
+        weight = compute.cast(base.weight)
+    else:
+        weight = base.operand(backend, compute.bf16)
+    if layer.part is not None and layer.columns is not None:
+        # in the buffer that the next weight overwrites, or in the base's own, whose columns nothing else reads
+        backend.scatter_columns(layer.part.detach(), layer.columns, weight)
+    if layer.lite:
+        assert layer.up is not None
+        assert layer.down is not None
+        writable = compute.bf16 or isinstance(base, PackedLinear)
+        branch = compute.cast(layer.up.detach()), compute.cast(layer.down)
+        weight = torch.addmm(weight, *branch, alpha=layer.scale, out=weight if writable else None)
+    return weight
 
 
-def _reads_part(flags: Sequence[bool]) -> bool:
-    """Or what `Layer.reads` makes of it?"""
-    return flags[3] or flags[4]
-
-
-def _kept(
+def kept_inputs(
     layers: Sequence[LinearSpec],
-    flags: Sequence[Sequence[bool]],
+    flags: Sequence[Trained],
     x: Tensor,
     mids: Sequence[Tensor | None],
-    way: ComputeOptions,
+    compute: ComputeOptions,
 ) -> list[Tensor | None]:
-    """What the backward pass needs of an input that several layers read: all of it, or for each layer its part."""
-    none: list[Tensor | None] = [None] * len(layers)
-    parts = [_reads_part(flag) for flag in flags]
-    numbers = sum(layer.width for layer, wanted in zip(layers, parts, strict=True) if wanted)
-    if any(_reads_all(flag, way) for flag in flags) or numbers >= x.shape[1]:
-        return [x, *none]
-    found = zip(layers, parts, mids, strict=True)
-    return [None, *((layer.reads(x, way) if mid is None else mid) if part else None for layer, part, mid in found)]
+    """What the backward pass needs of an input that several layers read: (all of it, each layer's part)."""
+    numbers = sum(layer.width for layer, flag in zip(layers, flags, strict=True) if flag.reads_part)
+    if any(flag.reads_input for flag in flags) or numbers >= x.shape[1]:
+        return [x, *(None for _ in layers)]
+    every = zip(layers, flags, mids, strict=True)
+    return [None, *(kept_part(layer, x, mid, compute) if flag.reads_part else None for layer, flag, mid in every)]
 
 
-def _forward(layer: LinearSpec, x: Tensor, way: ComputeOptions) -> tuple[Tensor, Tensor | None]:
-    """(y, x Aᵀ of an adapter); x and what comes out are operands."""
-    out, mid = way.product(x, _weight(layer, way).T), None
-    if layer.bias is not None and way.half:
-        assert way.kernels is not None
-        way.kernels.add_bias(out, layer.bias)
-    elif layer.bias is not None:
-        out += layer.bias
-    if layer.down is not None and layer.up is not None and not layer.lite:
-        mid = way.product(x, _small(layer.down, way).T)  # (T, r)
-        out.addmm_(mid, _small(layer.up, way).T, alpha=layer.scale)
+def kept_part(layer: LinearSpec, x: Tensor, mid: Tensor | None, compute: ComputeOptions) -> Tensor:
+    """mid: what `forward` has computed of it."""
+    return layer.reads(x, compute) if mid is None else mid
+
+
+def forward(layer: LinearSpec, x: Tensor, compute: ComputeOptions) -> tuple[Tensor, Tensor | None]:
+    """(y, x Aᵀ of an adapter), all of them operands."""
+    backend = compute.backend
+    out, mid = backend.mm(x, _weight(layer, compute).T), None
+    if layer.bias is not None:
+        backend.add_bias(out, layer.bias)
+    if layer.adapts:
+        assert layer.down is not None
+        assert layer.up is not None
+        mid = backend.mm(x, compute.cast(layer.down).T)  # (T, r)
+        out.addmm_(mid, compute.cast(layer.up).T, alpha=layer.scale)
     return out, mid
 
 
-def _backward(
-    layer: LinearSpec,
-    flags: Sequence[bool],
-    dy: Tensor,
-    x: Tensor | None,
-    part: Tensor | None,
-    way: ComputeOptions,
-    rows: int,
-    wanted: bool,
-    dx: Tensor | None,
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(dx with this layer's part, if wanted; gradients of (weight, bias, A, B, part) for autograd).
+def input_gradient(layer: LinearSpec, dy: Tensor, compute: ComputeOptions) -> Tensor:
+    """As an operand."""
+    backend = compute.backend
+    dx = backend.mm(dy, _weight(layer, compute))
+    if layer.adapts:
+        assert layer.down is not None
+        assert layer.up is not None
+        dx.addmm_(backend.mm(dy, compute.cast(layer.up)), compute.cast(layer.down), alpha=layer.scale)
+    return dx
 
-    dy and x are operands of so many rows, part what the layer reads of x where x is not there; gradients of a weight or
-    some of its columns are added where they belong.
-    """
-    grads: list[Tensor | None] = [None] * SLOTS
-    if wanted:
-        dx = _add(dx, dy, _weight(layer, way), way, rows)
-    if not (flags[0] or way.prune):  # asked for by `how.prune: false`, to see what it costs
+
+class InputGradient:
+    """The gradient of what several layers read, (T, I) float32, summed layer by layer."""
+
+    def __init__(self, rows: int, backend: Backend) -> None:
+        self.rows, self.backend = rows, backend
+        self.total: Tensor | None = None
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """x y of two operands."""
+        if self.total is None:
+            self.total = self.backend.to_float32(self.backend.mm(x, y), self.rows)
+        else:
+            self.backend.add_mm(self.total, x, y)
+
+
+Saved = tuple[Tensor | None, Tensor | None]  # of a layer's input: all of it, or what `LinearSpec.reads` makes of it
+
+
+def backward(
+    layer: LinearSpec, flags: Trained, dy: Tensor, saved: Saved, compute: ComputeOptions, dx: InputGradient | None
+) -> Gradients:
+    """dy and the saved input are operands; dx: None if it is not needed."""
+    x, part = saved
+    grads: Gradients = [None] * SLOTS
+    backend = compute.backend
+    if dx is not None:
+        dx.add(dy, _weight(layer, compute))
+    if flags.weight:
         assert x is not None
-        dy.T @ x
-    if flags[0]:
-        assert x is not None
-        _add_gradient(layer.base.weight, dy, x, way)
-    if flags[1]:
-        grads[1] = way.kernels.sum_rows(dy) if way.half and way.kernels else dy.sum(0)
-    if part is None and x is not None and _reads_part(flags):
-        part = layer.reads(x, way)
-    if flags[4]:
+        _add_gradient(layer.base.weight, dy, x, backend)
+    if flags.bias:
+        grads[1] = backend.sum_rows(dy)
+    if part is None and x is not None and flags.reads_part:
+        part = layer.reads(x, compute)
+    if flags.part:
         assert layer.part is not None
         assert part is not None
-        _add_gradient(layer.part, dy, part, way)
-    if flags[3]:
+        _add_gradient(layer.part, dy, part, backend)
+    if flags.up:
         assert part is not None
-        found = dy.T @ part if part.dtype == dy.dtype or way.kernels is None else way.kernels.expand_back(dy, part)
-        grads[3] = found.float().mul_(layer.scale)
-    if layer.down is not None and layer.up is not None and not layer.lite and (flags[2] or wanted):
-        dmid = way.product(dy, _small(layer.up, way)).mul_(layer.scale)  # (T, r)
-        if flags[2]:
+        grads[3] = backend.project_back(dy, part).float().mul_(layer.scale)
+    if layer.adapts and (flags.down or dx is not None):
+        assert layer.down is not None
+        assert layer.up is not None
+        dmid = backend.mm(dy, compute.cast(layer.up)).mul_(layer.scale)  # (T, r)
+        if flags.down:
             assert x is not None
             grads[2] = (dmid.T @ x).float()
-        if wanted:
-            dx = _add(dx, dmid, _small(layer.down, way), way, rows)
-    return dx, grads
+        if dx is not None:
+            dx.add(dmid, compute.cast(layer.down))
+    return grads
 
 
-def _add(sum_: Tensor | None, x: Tensor, y: Tensor, way: ComputeOptions, rows: int) -> Tensor:
-    """x y in float32, added to what is there."""
-    if sum_ is None:
-        return _full(way.product(x, y), rows)
-    if not way.half:
-        return sum_.addmm_(x, y)
-    assert way.kernels is not None
-    way.kernels.add(sum_, way.product(x, y)[:rows])
-    return sum_
-
-
-def _add_gradient(parameter: nn.Parameter, dy: Tensor, x: Tensor, way: ComputeOptions) -> None:
+def _add_gradient(parameter: nn.Parameter, dy: Tensor, x: Tensor, backend: Backend) -> None:
     """dyᵀ x of two operands."""
-    if parameter.grad is None:
-        # the buffer of the step before, unless the optimiser wants none between steps: fresh pages take time
-        spare = getattr(parameter, "spare_gradient", None)
-        if spare is None:
-            spare = torch.empty(parameter.shape)
-        parameter.grad = parameter.spare_gradient = spare  # type: ignore[attr-defined]
-        if way.half:
-            spare.copy_(_half_product(dy.T, x))
-        else:
-            torch.mm(dy.T, x, out=spare)
-    elif way.half:
-        assert way.kernels is not None
-        way.kernels.add(parameter.grad, _half_product(dy.T, x))
-    else:
-        parameter.grad.addmm_(dy.T, x)
-    ready = getattr(parameter, "gradient_ready", None)  # autograd's own hooks do not see what is added here
-    if ready is not None:
-        ready(parameter)
-
-
-_products = Scratch()
-
-
-def _half_product(x: Tensor, y: Tensor) -> Tensor:
-    """In memory that the next one overwrites."""
-    return torch.mm(x, y, out=_products.take(len(x), y.shape[1], torch.bfloat16))
+    gradients, first = backend.memory.gradients, parameter.grad is None
+    gradient = gradients.allocate(parameter) if parameter.grad is None else parameter.grad
+    backend.add_gradient(gradient, dy, x, first)
+    if gradients.on_ready is not None:
+        gradients.on_ready(parameter)
 
 
 class _Linears(torch.autograd.Function):
-    """Several layers over the same input x (T, I); shared: it is kept for the backward pass by others anyway."""
+    """Several layers over the same input x (T, I); shared: something else keeps x for the backward pass anyway."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layers: tuple[LinearSpec, ...], way: ComputeOptions, shared: bool, *trained: Tensor | None
+        ctx: Any, x: Tensor, layers: tuple[LinearSpec, ...], compute: ComputeOptions, shared: bool, *trained: Any
     ) -> tuple[Tensor, ...]:
-        ctx.layers, ctx.flags, ctx.way = layers, _flags(trained), way
-        given = way.operand(x)
-        outs, mids = zip(*(_forward(layer, given, way) for layer in layers), strict=True)
-        if shared and given is x and any(_reads_part(flag) for flag in ctx.flags):
+        ctx.layers, ctx.flags, ctx.compute = layers, trained_flags(trained), compute
+        operand = compute.operand(x)
+        outs, mids = zip(*(forward(layer, operand, compute) for layer in layers), strict=True)
+        if shared and operand is x and any(flag.reads_part for flag in ctx.flags):
             ctx.save_for_backward(x, *(None for _ in layers))
         elif any(ctx.needs_input_grad):
-            ctx.save_for_backward(*_kept(layers, ctx.flags, given, mids, way))
+            ctx.save_for_backward(*kept_inputs(layers, ctx.flags, operand, mids, compute))
         ctx.set_materialize_grads(False)
-        return tuple(_full(out, len(x)) for out in outs)
+        return tuple(compute.backend.to_float32(out, len(x)) for out in outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, *parts = ctx.saved_tensors
-        dx = None
-        found: list[Tensor | None] = []
+        compute: ComputeOptions = ctx.compute
+        rows = next((len(gradient) for gradient in grads if gradient is not None), 0)
+        dx = InputGradient(rows, compute.backend) if ctx.needs_input_grad[0] else None
+        every: Gradients = []
         for layer, flags, part, gradient in zip(ctx.layers, ctx.flags, parts, grads, strict=True):
-            more: list[Tensor | None] = [None] * SLOTS
-            if gradient is not None:
-                dy = ctx.way.operand(gradient)
-                dx, more = _backward(layer, flags, dy, x, part, ctx.way, len(gradient), ctx.needs_input_grad[0], dx)
-            found += more
-        return dx, None, None, None, *found
+            if gradient is None:
+                every += [None] * SLOTS
+            else:
+                every += backward(layer, flags, compute.operand(gradient), (x, part), compute, dx)
+        return None if dx is None else dx.total, None, None, None, *every
 
 
-def linears(x: Tensor, modules: tuple[nn.Module, ...], way: ComputeOptions, shared: bool = False) -> tuple[Tensor, ...]:
+def linears(
+    x: Tensor, modules: tuple[nn.Module, ...], compute: ComputeOptions, shared: bool = False
+) -> tuple[Tensor, ...]:
     layers = linear_specs(modules)
     if layers is None:
         return tuple(module(x).contiguous() for module in modules)
-    found: tuple[Tensor, ...] = _Linears.apply(x, layers, way, shared, *_trained(layers))
-    return found
+    outs: tuple[Tensor, ...] = _Linears.apply(x, layers, compute, shared, *trained_tensors(layers))
+    return outs

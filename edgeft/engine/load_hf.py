@@ -10,7 +10,8 @@ from torch import nn
 
 from edgeft.arch import Architecture
 from edgeft.arch.config import read_config
-from edgeft.engine.packed import Packed, PackedEmbedding, PackedHead, PackedLinear, _scratch
+from edgeft.engine.backend import TORCH, Backend
+from edgeft.engine.packed import Packed, PackedEmbedding, PackedHead, PackedLinear
 from edgeft.engine.stack import Stack, set_submodule
 from edgeft.errors import ModelError
 from edgeft.formats.hub import resolve
@@ -34,10 +35,10 @@ class Nf4(_Held):
         rows, cols = weight.shape
         super().__init__(self.quantised.numpy(), -1, rows, cols)
 
-    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def dense(self, start: int = 0, stop: int | None = None, backend: Backend = TORCH) -> torch.Tensor:
         from bitsandbytes import functional
 
-        # bitsandbytes has no way to unpack into a given buffer on a CPU
+        # bitsandbytes cannot unpack into a given buffer on a CPU
         return functional.dequantize_4bit(self.quantised, self.state)[start:stop]
 
 
@@ -51,9 +52,9 @@ class Int8(_Held):
         self.values, self.scale = values, scale.float()[:, None] / 127
         super().__init__(values.numpy(), -1, *weight.shape)
 
-    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def dense(self, start: int = 0, stop: int | None = None, backend: Backend = TORCH) -> torch.Tensor:
         part = self.values[start:stop]
-        out = _scratch.take(*part.shape)
+        out = backend.memory.weights.take(*part.shape)
         return out.copy_(part).mul_(self.scale[start:stop])
 
 

@@ -1,6 +1,6 @@
-"""AdamW, or SGD, over the trained tensors: all together, or each as soon as its gradient is there.
+"""AdamW, or SGD, over the trained tensors: all together, or each as soon as its gradient is complete.
 
-What it keeps can be written to a checkpoint and read again, bit for bit.
+Its state comes back from a checkpoint bit for bit.
 """
 
 from __future__ import annotations
@@ -15,32 +15,41 @@ import torch
 from torch import nn
 
 from edgeft.config import ExecutionConfig, TrainConfig
-from edgeft.engine.kernels import Kernels, Rule
-from edgeft.engine.limits import GROUP
+from edgeft.engine.backend import AdamRule, Backend, Moments
+from edgeft.engine.limits import MOMENT_GROUP
 from edgeft.errors import ConfigError, RunError
 
 EPS = 1e-8  # torch's own
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 
-class Optimizer:
-    """What does not depend on who computes: clipping, and when a tensor is updated."""
+Parameters = dict[str, nn.Parameter]
 
-    def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, how: ExecutionConfig) -> None:
-        self.parameters, self.train, self.in_place = parameters, train, how.step_in_place
+
+def is_bias_or_norm(name: str) -> bool:
+    """layers.0.self_attn.q_proj.bias, layers.0.input_layernorm.weight: they have a learning rate of their own."""
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" or module.endswith("norm")
+
+
+class Optimizer:
+    """What all have in common: clipping, and when a tensor is updated."""
+
+    def __init__(self, parameters: Parameters, train: TrainConfig, how: ExecutionConfig, backend: Backend) -> None:
+        self.parameters, self.train, self.in_place, self.backend = parameters, train, how.step_in_place, backend
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.lr = self.bias_lr = train.lr
         self.kept: dict[str, dict[str, Any]] = {}  # by a parameter's name: tensors and numbers
-        self._squares, self._seen = 0.0, 0  # of the gradients seen so far in this step, and how many numbers they have
+        self._squares, self._seen = 0.0, 0  # of the gradients complete in this step: their square sum, and numbers
         self.norm: float | None = None  # of the step before, where tensors are updated in place
-        self._good = True  # the step's loss is a number
+        self._good = True  # the step's loss is finite
 
     def set_rate(self, lr: float, bias_lr: float | None = None) -> None:
         """bias_lr: of biases and norms; None: the same."""
         self.lr, self.bias_lr = lr, lr if bias_lr is None else bias_lr
 
-    def rate(self, parameter: torch.Tensor) -> float:
-        return self.bias_lr if parameter.dim() == 1 else self.lr
+    def rate(self, name: str) -> float:
+        return self.bias_lr if is_bias_or_norm(name) else self.lr
 
     @contextmanager
     def last_pass(self, loss: float) -> Iterator[None]:
@@ -50,16 +59,16 @@ class Optimizer:
         if not self.in_place:
             yield
             return
-        handles, active = [], [p for p in self.parameters.values() if p.requires_grad]
-        for parameter in active:
-            handles.append(parameter.register_post_accumulate_grad_hook(self._use))
-            parameter.gradient_ready = self._use  # type: ignore[attr-defined]
+        active = [p for p in self.parameters.values() if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(self._use) for p in active]
+        gradients = self.backend.memory.gradients
+        gradients.on_ready = self._use
         try:
             yield
         finally:
-            for handle, parameter in zip(handles, active, strict=True):
+            gradients.on_ready = None
+            for handle in handles:
                 handle.remove()
-                del parameter.gradient_ready  # type: ignore[attr-defined]
 
     def _use(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
@@ -68,11 +77,11 @@ class Optimizer:
         self._squares += square
         self._seen += parameter.numel()
         if self._good and math.isfinite(square):
-            self._update([self.names[parameter]], self._factor(self._foreseen()))  # type: ignore[index]
-        parameter.grad = parameter.spare_gradient = None  # type: ignore[attr-defined]
+            self._update([self.names[parameter]], self._factor(self._expected_norm()))  # type: ignore[index]
+        self.backend.memory.gradients.release(parameter)
 
-    def _foreseen(self) -> float:
-        """The norm of the whole gradient, of which a part is there: the last step's, or in the first by what is."""
+    def _expected_norm(self) -> float:
+        """Of the whole gradient, of which a part is complete: the last step's, or in the first step by that part."""
         if self.norm is not None:
             return self.norm
         every = sum(p.numel() for p in self.parameters.values() if p.requires_grad)
@@ -82,18 +91,18 @@ class Optimizer:
         return min(1.0, self.train.clip / (norm + 1e-6)) if self.train.clip else 1.0
 
     def step(self) -> float:
-        """The gradient's norm, before it was clipped; gradients are gone after it.
+        """The gradient's norm, before it was clipped; gradients are cleared.
 
-        Where loss or norm is no finite number, nothing is updated (in place: no tensor whose own gradient is none).
+        Where loss or norm is NaN or infinite, nothing is updated (in place: no tensor whose own gradient is).
         """
         if self.in_place:
             norm = math.sqrt(self._squares)
             self.norm = norm if self._good and math.isfinite(norm) else self.norm
             return norm
-        there = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        norm = math.sqrt(sum(map(self._square, there.values())))
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        norm = math.sqrt(sum(map(self._square, gradients.values())))
         if self._good and math.isfinite(norm):
-            self._update(there, self._factor(norm))
+            self._update(gradients, self._factor(norm))
         self.clear()
         return norm
 
@@ -104,8 +113,10 @@ class Optimizer:
         self.norm = None
 
     def keep(self, names: set[str]) -> None:
-        """Forgets what it remembers of all others."""
+        """Drops the state of all others, and their gradients' buffers."""
         self.kept = {name: kept for name, kept in self.kept.items() if name in names}
+        for name in self.parameters.keys() - names:
+            self.backend.memory.gradients.release(self.parameters[name])
 
     def clear(self) -> None:
         for parameter in self.parameters.values():
@@ -113,10 +124,10 @@ class Optimizer:
 
     def _square(self, gradient: torch.Tensor) -> float:
         """The sum of its squares."""
-        raise NotImplementedError
+        return float(gradient.norm()) ** 2
 
     def _update(self, names: Iterable[str], factor: float) -> None:
-        """A step of these tensors, whose gradients count `factor` times."""
+        """A step of these tensors, their gradients times `factor`."""
         raise NotImplementedError
 
     # ------------------------------------------------ checkpoints
@@ -141,25 +152,23 @@ class Optimizer:
                 self.kept.setdefault(name, {})[part] = value
 
 
-class Compiled(Optimizer):
-    """By edgeft's kernels: one pass over memory, and moments of 4, 2 or 1 byte."""
+class Fused(Optimizer):
+    """AdamW by the backend: one pass over memory, and moments of 4, 2 or 1 byte."""
 
-    def __init__(
-        self, parameters: dict[str, nn.Parameter], train: TrainConfig, how: ExecutionConfig, kernels: Kernels
-    ) -> None:
-        super().__init__(parameters, train, how)
-        self.kernels, self.moments = kernels, MOMENTS[how.optimizer_state]
+    def __init__(self, parameters: Parameters, train: TrainConfig, how: ExecutionConfig, backend: Backend) -> None:
+        super().__init__(parameters, train, how, backend)
+        self.moments = MOMENTS[how.optimizer_state]
 
     def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
         super().restore(tensors, numbers)
         if any("first" not in parts for parts in self.kept.values()):
             raise RunError(
-                "the run's checkpoint is of an earlier edgeft, whose AdamW kept other numbers",
-                "start the run anew in another folder (--out): its rows and cache are used again",
+                "the run's checkpoint is of an earlier edgeft, with another optimiser state",
+                "start the run again in another folder (--out): its rows and cache are reused",
             )
 
     def _square(self, gradient: torch.Tensor) -> float:
-        return self.kernels.squares(gradient.contiguous())
+        return self.backend.square_sum(gradient.contiguous())
 
     def _update(self, names: Iterable[str], factor: float) -> None:
         t = self.train
@@ -173,33 +182,35 @@ class Compiled(Optimizer):
                     "second": torch.zeros(parameter.shape, dtype=self.moments),
                 }
                 if self.moments == torch.uint8:
-                    kept["scales"] = torch.zeros(-(-parameter.numel() // GROUP), 2)
+                    kept["scales"] = torch.zeros(-(-parameter.numel() // MOMENT_GROUP), 2)
             kept["step"] += 1.0
-            rule = Rule(
-                self.rate(parameter), t.beta1, t.beta2, EPS, t.weight_decay,
+            rule = AdamRule(
+                self.rate(name), t.beta1, t.beta2, EPS, t.weight_decay,
                 1 - t.beta1 ** kept["step"], 1 - t.beta2 ** kept["step"], factor,
                 zlib.crc32(f"{t.seed} {kept['step']:.0f} {name}".encode()),
             )  # fmt: skip
             assert parameter.grad is not None
-            gradient = parameter.grad.contiguous()
-            self.kernels.adamw(parameter.detach(), gradient, kept["first"], kept["second"], kept.get("scales"), rule)
+            moments = Moments(kept["first"], kept["second"], kept.get("scales"))
+            self.backend.adamw(parameter.detach(), parameter.grad.contiguous(), moments, rule)
 
 
 class Plain(Optimizer):
-    """By torch; moments of one byte by bitsandbytes."""
+    """AdamW by torch; moments of one byte by bitsandbytes."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, how: ExecutionConfig) -> None:
-        super().__init__(parameters, train, how)
+    def __init__(self, parameters: Parameters, train: TrainConfig, how: ExecutionConfig, backend: Backend) -> None:
+        super().__init__(parameters, train, how, backend)
         if how.optimizer_state == "bf16":
             raise ConfigError(
                 "`how.optimizer_state: bf16` needs edgeft's kernels", "--set how.compile=on, or optimizer_state=8bit"
             )
-        groups = [[p] for p in parameters.values()] if self.in_place else [list(parameters.values())]
-        self.parts = [_adamw(_by_rate(group), train, how) for group in groups]
+        groups = [[name] for name in parameters] if self.in_place else [list(parameters)]
+        self.parts = [_adamw(self._by_rate(group), train, how) for group in groups]
         self.of = {name: self.parts[number if self.in_place else 0] for number, name in enumerate(parameters)}
 
-    def _square(self, gradient: torch.Tensor) -> float:
-        return float(gradient.norm()) ** 2
+    def _by_rate(self, names: list[str]) -> list[dict[str, Any]]:
+        """torch's groups: weights, and biases and norms."""
+        groups = [[self.parameters[n] for n in names if is_bias_or_norm(n) == small] for small in (False, True)]
+        return [{"params": group} for group in groups if group]
 
     def _update(self, names: Iterable[str], factor: float) -> None:
         names = list(names)
@@ -210,7 +221,7 @@ class Plain(Optimizer):
                 gradient.mul_(factor)
         for part in {id(part): part for part in map(self.of.__getitem__, names)}.values():
             for group in part.param_groups:
-                group["lr"] = self.rate(group["params"][0])
+                group["lr"] = self.rate(self.names[group["params"][0]])
             part.step()
         for name in names:  # torch keeps its state by parameter
             self.kept[name] = self.of[name].state[self.parameters[name]]
@@ -228,23 +239,20 @@ class Plain(Optimizer):
 
     def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
         super().restore(tensors, numbers)
-        for name, found in self.kept.items():
-            self.of[name].state[self.parameters[name]] = found
+        for name, state in self.kept.items():
+            self.of[name].state[self.parameters[name]] = state
 
 
 class Sgd(Optimizer):
     """With momentum, as torch's."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, how: ExecutionConfig) -> None:
-        super().__init__(parameters, train, how)
+    def __init__(self, parameters: Parameters, train: TrainConfig, how: ExecutionConfig, backend: Backend) -> None:
+        super().__init__(parameters, train, how, backend)
         if how.optimizer_state != "fp32":
             raise ConfigError(
                 "`train.optimizer: sgd` keeps its momentum as float32, unless weights are int8",
                 "--set how.optimizer_state=fp32, or --set update.method=qas",
             )
-
-    def _square(self, gradient: torch.Tensor) -> float:
-        return float(gradient.norm()) ** 2
 
     def _update(self, names: Iterable[str], factor: float) -> None:
         for name in names:
@@ -256,21 +264,12 @@ class Sgd(Optimizer):
                 if name not in self.kept:
                     self.kept[name] = {"first": torch.zeros_like(parameter)}
                 step = self.kept[name]["first"].mul_(self.train.momentum).add_(step)
-            parameter.sub_(step, alpha=self.rate(parameter))
+            parameter.sub_(step, alpha=self.rate(name))
 
 
-def make(
-    parameters: dict[str, nn.Parameter], train: TrainConfig, how: ExecutionConfig, kernels: Kernels | None
-) -> Optimizer:
-    if train.optimizer == "sgd":
-        return Sgd(parameters, train, how)
-    return Compiled(parameters, train, how, kernels) if kernels else Plain(parameters, train, how)
-
-
-def _by_rate(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """torch's groups: weights, and biases and norms."""
-    groups = [[p for p in parameters if (p.dim() == 1) == small] for small in (False, True)]
-    return [{"params": group} for group in groups if group]
+def make(parameters: Parameters, train: TrainConfig, how: ExecutionConfig, backend: Backend) -> Optimizer:
+    kind = Sgd if train.optimizer == "sgd" else Fused if backend.fused_adamw else Plain
+    return kind(parameters, train, how, backend)
 
 
 def _adamw(parameters: list[dict[str, Any]], train: TrainConfig, how: ExecutionConfig) -> Any:

@@ -1,48 +1,25 @@
 """Frozen weights that stay packed: a linear layer, an embedding and a head over ggml's formats.
 
-A dense copy exists only for the product that needs it, in one buffer that the next product uses again.
+A dense copy exists only for the product that needs it, in one buffer that the next product reuses.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from edgeft.engine import page_release
+from edgeft.engine.backend import TORCH, Backend
 from edgeft.engine.limits import HEAD_ROWS, LOGITS_BYTES
-from edgeft.formats import ggml
+from edgeft.engine.memory import Memory
 from edgeft.formats.gguf import fetch, let_go
-
-if TYPE_CHECKING:
-    from edgeft.engine.kernels import Kernels
-
-
-class Scratch:
-    """One buffer, for all unpacked weights or for all logits, say: valid until the next `take`."""
-
-    def __init__(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        size = rows * cols * dtype.itemsize
-        if len(self.buffer) < size:
-            self.buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
-            self.buffer = torch.empty(size, dtype=torch.uint8)
-        return self.buffer[:size].view(dtype).view(rows, cols)
-
-
-_scratch = Scratch()
-_halves = Scratch()  # of what is unpacked to float32 first
-_logits = Scratch()
-_bytes = Scratch()  # packed rows that are put in order
 
 
 def tensor_of(data: np.ndarray) -> torch.Tensor:
-    """A read-only mapped array as a tensor, without a copy; nobody writes into it."""
+    """A read-only mapped array as a tensor, without a copy; nothing writes into it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.from_numpy(data)
@@ -51,53 +28,47 @@ def tensor_of(data: np.ndarray) -> torch.Tensor:
 class Packed:
     """One matrix (rows, cols) in a ggml type, mapped from its file or held in memory.
 
-    order: which of the stored rows stand at its places. Packing runs along rows, so they are put in order as packed
-    bytes, when they are used: a copy of all that is not in order would take as much memory as the file has of it.
+    order: its rows as indices of the stored ones. Packing runs along rows, so they are put in order as packed bytes,
+    when they are used: an ordered copy of them all would take as much memory as the file has of them.
     """
 
     def __init__(self, data: np.ndarray, type_id: int, rows: int, cols: int, order: np.ndarray | None = None) -> None:
         self.data = data.reshape(rows, -1)  # uint8 (rows, bytes of a row), as stored
         self.type, self.rows, self.cols, self.order = type_id, rows, cols, order
 
-    def stored(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+    def stored(self, memory: Memory, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Packed rows [start, stop) in order; valid until the next call for any matrix."""
-        if page_release.on:
+        if memory.release_pages:
             fetch(self.data if self.order is not None else self.data[start:stop])
         if self.order is None:
             return self.data[start:stop]
         order = self.order[start:stop]
-        out = _bytes.take(len(order), self.data.shape[1], torch.uint8).numpy()
+        out = memory.packed_rows.take(len(order), self.data.shape[1], torch.uint8).numpy()
         return np.take(self.data, order, axis=0, out=out, mode="clip")  # the mode that needs no copy in between
 
-    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows [start, stop) in the shared buffer; the next call to any `dense` overwrites it."""
-        stored = self.stored(start, stop)
-        return self._unpack(stored, _scratch.take(len(stored), self.cols), start, stop)
+    def dense(self, start: int = 0, stop: int | None = None, backend: Backend = TORCH) -> torch.Tensor:
+        """Rows [start, stop) in float32, in a buffer that the next call for any matrix overwrites."""
+        return self._unpack(torch.float32, start, stop, backend)
 
-    def operand(
-        self, kernels: Kernels | None, start: int = 0, stop: int | None = None, half: bool = False
-    ) -> torch.Tensor:
-        """As `dense`, by the kernels where they know the type; half: as bf16."""
-        if kernels is None or not kernels.unpacks(self.type):
-            out = self.dense(start, stop)
-            return _halves.take(len(out), self.cols, torch.bfloat16).copy_(out) if half else out
-        stored = self.stored(start, stop)
-        out = _scratch.take(len(stored), self.cols, torch.bfloat16 if half else torch.float32)
-        kernels.unpack(stored, self.type, out)
-        self._used(start, stop)
-        return out
+    def operand(self, backend: Backend, start: int = 0, stop: int | None = None, bf16: bool = False) -> torch.Tensor:
+        """As `dense`, as a product reads it."""
+        if bf16 and backend.unpacks(self.type):
+            return self._unpack(torch.bfloat16, start, stop, backend)
+        out = self.dense(start, stop, backend)
+        return backend.memory.bf16_weights.take(len(out), self.cols, torch.bfloat16).copy_(out) if bf16 else out
 
-    def gather_rows(self, numbers: np.ndarray) -> torch.Tensor:
+    def gather_rows(self, numbers: np.ndarray, backend: Backend = TORCH) -> torch.Tensor:
         """These rows, (n, cols), in memory of their own."""
         out = torch.empty(len(numbers), self.cols)
         stored = self.data[numbers if self.order is None else self.order[numbers]]
-        ggml.unpack(np.ascontiguousarray(stored), self.type, out.numpy(), 1)
-        self._used()
+        backend.unpack(np.ascontiguousarray(stored), self.type, out)
+        self._release(backend.memory)
         return out
 
     def copy(self) -> torch.Tensor:
-        """A dense matrix of its own, for a tensor that will be trained; nobody reads the packed one any more."""
-        out = self._unpack(self.stored(), torch.empty(self.rows, self.cols))
+        """A dense matrix of its own, for a tensor that will be trained; nothing reads the packed one any more."""
+        out = torch.empty(self.rows, self.cols)
+        TORCH.unpack(self.stored(TORCH.memory), self.type, out)
         let_go(self.data)
         return out
 
@@ -105,13 +76,15 @@ class Packed:
         """The same matrix with its rows in another order."""
         return Packed(self.data, self.type, self.rows, self.cols, order if self.order is None else self.order[order])
 
-    def _unpack(self, stored: np.ndarray, out: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        ggml.unpack(stored, self.type, out.numpy(), torch.get_num_threads())
-        self._used(start, stop)
+    def _unpack(self, dtype: torch.dtype, start: int, stop: int | None, backend: Backend) -> torch.Tensor:
+        stored = self.stored(backend.memory, start, stop)
+        out = backend.memory.weights.take(len(stored), self.cols, dtype)
+        backend.unpack(stored, self.type, out)
+        self._release(backend.memory, start, stop)
         return out
 
-    def _used(self, start: int = 0, stop: int | None = None) -> None:
-        if page_release.on:
+    def _release(self, memory: Memory, start: int = 0, stop: int | None = None) -> None:
+        if memory.release_pages:
             let_go(self.data if self.order is not None else self.data[start:stop])
 
 
@@ -150,7 +123,7 @@ class PackedLinear(nn.Linear):
 
 
 class PackedEmbedding:
-    """Rows of a packed matrix by token id; only the rows asked for are unpacked."""
+    """Rows of a packed matrix by token id; only these are unpacked."""
 
     def __init__(self, packed: Packed) -> None:
         self.packed = packed
@@ -161,14 +134,14 @@ class PackedEmbedding:
 
 
 class PackedHead:
-    """Logits, loss and the loss's gradient, for the positions asked for; the dense head never exists as a whole.
+    """Logits, loss and its gradient, at given positions; the dense head never exists as a whole.
 
     In float32 always: a logit of 20 in bf16 would be off by up to 0.06.
     """
 
     def __init__(self, packed: Packed) -> None:
         self.packed = packed
-        self.kernels: Kernels | None = None
+        self.backend: Backend = TORCH
 
     def chunk(self) -> int:
         """Positions whose logits are held at a time."""
@@ -179,15 +152,8 @@ class PackedHead:
         out = torch.empty(len(hidden), self.packed.rows) if out is None else out
         for start in range(0, self.packed.rows, HEAD_ROWS):
             stop = min(start + HEAD_ROWS, self.packed.rows)
-            torch.mm(hidden, self.packed.operand(self.kernels, start, stop).T, out=out[:, start:stop])
+            torch.mm(hidden, self.packed.operand(self.backend, start, stop).T, out=out[:, start:stop])
         return out
-
-    def everywhere(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The work of logits at all positions, for measuring what is saved without it; gives back what it got."""
-        with torch.no_grad():
-            for start in range(0, len(hidden), self.chunk()):
-                self.back(self.logits(hidden[start : start + self.chunk()]))
-        return hidden
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the cross-entropy over n positions: hidden (n, d), targets (n,)."""
@@ -199,21 +165,20 @@ class PackedHead:
         out = torch.zeros(len(dlogits), self.packed.cols)
         for start in range(0, self.packed.rows, HEAD_ROWS):
             stop = min(start + HEAD_ROWS, self.packed.rows)
-            out.addmm_(dlogits[:, start:stop], self.packed.operand(self.kernels, start, stop))
+            out.addmm_(dlogits[:, start:stop], self.packed.operand(self.backend, start, stop))
         return out
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Cross-entropy through a frozen head. The input gradient is taken in the forward pass, while the logits exist."""
+    """Cross-entropy through a frozen head. The forward pass computes the input gradient, while the logits exist."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, head: PackedHead) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        want = ctx.needs_input_grad[0]
-        dhidden = torch.empty_like(hidden) if want else None
+        total, scratch = torch.zeros((), dtype=torch.float64), head.backend.memory.logits
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(hidden), head.chunk()):
             part = slice(start, start + head.chunk())
-            logits = head.logits(hidden[part], _logits.take(len(hidden[part]), head.packed.rows))
+            logits = head.logits(hidden[part], scratch.take(len(hidden[part]), head.packed.rows))
             rows = torch.arange(len(logits))
             logits -= logits.amax(1, keepdim=True)
             picked = logits[rows, targets[part]]

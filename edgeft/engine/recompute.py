@@ -1,6 +1,6 @@
 """Blocks whose activations are computed again in the backward pass: only their inputs are kept.
 
-What torch.utils.checkpoint does, without the compiler and the algebra that torch loads for it, 70 MB and more.
+As torch.utils.checkpoint, without the compiler and sympy that torch loads for it, 70 MB and more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Stream = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Given(torch.autograd.Function):
-    """A number from which these gradients go back. Handed to torch.autograd.backward, they make it load sympy."""
+    """A scalar with these gradients. Passed to torch.autograd.backward, they would make it load sympy."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class _Given(torch.autograd.Function):
 
 
 def go_back(gradients: list[torch.Tensor], *outputs: torch.Tensor) -> None:
-    """From these outputs, each with its gradient."""
+    """The backward pass from these outputs, each with its gradient."""
     with torch.enable_grad():
         start = _Given.apply(gradients, *outputs)
     start.backward()
@@ -55,14 +55,14 @@ class _Again(torch.autograd.Function):
 
 
 def recomputed(function: Callable[..., Any], *streams: Stream) -> Any:
-    """What the function makes of one stream, or of several a tuple of as many."""
+    """function(stream), or of several streams a tuple of as many."""
     alone = len(streams) == 1  # not the streams themselves: autograd keeps `flat` for longer than what it saved
 
     def flat(*parts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         made = function(*zip(parts[::2], parts[1::2], strict=True))
         return tuple(made) if alone else tuple(part for stream in made for part in stream)
 
-    # the first block's input wants no gradient, and autograd would not look into it for what is trained there
+    # the first block's input needs no gradient, and without the anchor autograd would skip what is trained there
     anchor = torch.empty(0, requires_grad=True)
     made = _Again.apply(anchor, flat, *(part for stream in streams for part in stream))
     return made if alone else tuple(zip(made[::2], made[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""How good a model is: suites, metrics, scores before and after.
+"""Evaluation: suites, metrics, scores before and after.
 
-What is measured is the file that is shipped, run by llama.cpp.
+The shipped file is measured, run by llama.cpp.
 """

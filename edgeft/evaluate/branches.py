@@ -12,28 +12,30 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(eq=False)
 class Cell:
-    """One token in the KV cache; free when no branch goes through it."""
+    """One token in the KV cache; free when no branch contains it."""
 
     branches: int = 0
 
 
 @dataclass(eq=False)
 class Branch:
-    """One sequence: its tokens from the row's start, each in a cell of the KV cache or about to get one."""
+    """One sequence: its tokens from the start of the row, each with a cell of the KV cache."""
 
     seq: int
     ids: list[int] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
-    wanted: dict[int, int | None] = field(default_factory=dict)  # position → the next token whose likelihood is wanted
+    wanted: dict[int, int | None] = field(
+        default_factory=dict
+    )  # position → next token to score; None: only the likeliest
     nll: dict[int, float] = field(default_factory=dict)  # position → nats of that token
     likeliest: dict[int, int] = field(default_factory=dict)  # position → the likeliest next token
-    first: int = 0  # position of the first of its steps; what stands before is in the cache
-    steps: list[Step] = field(default_factory=list)  # also those that it shares with other branches
+    first: int = 0  # position of its first step; earlier tokens are in the cache
+    steps: list[Step] = field(default_factory=list)  # including those shared with other branches
 
 
 @dataclass(eq=False)
 class Step:
-    """One token to be computed, for all branches that go through it."""
+    """One token to compute, for all branches that contain it."""
 
     token: int
     position: int
@@ -41,19 +43,11 @@ class Step:
     branches: list[Branch]
 
     @property
-    def asked(self) -> bool:
+    def needs_logits(self) -> bool:
         return any(self.position in branch.wanted for branch in self.branches)
 
 
-def common(a: list[int], b: list[int], limit: int) -> int:
-    """Length of the common start, at most `limit`."""
-    n = min(len(a), len(b), limit)
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
-
-
-def surprise(logits: Floats, token: int) -> float:
+def token_nll(logits: Floats, token: int) -> float:
     """-log p(token), in nats."""
     top = logits.max()
     return float(np.log(np.exp(logits - top).sum(dtype=np.float64)) + float(top) - float(logits[token]))

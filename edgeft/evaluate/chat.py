@@ -1,6 +1,6 @@
 """A conversation with one GGUF file, through llama.cpp.
 
-What the model reads is always the whole conversation in the file's own chat template; only its new part is computed.
+The model always reads the whole conversation in the chat template of the file; only the new part is computed.
 """
 
 from __future__ import annotations
@@ -10,46 +10,35 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from edgeft.errors import DataError
-from edgeft.evaluate.llamacpp import LlamaFile
+from edgeft.arch.check import check_model
+from edgeft.errors import DataError, RunError
+from edgeft.evaluate.llamacpp import LlamaFile, Sampling
 from edgeft.formats.tokenizer import open_tokenizer, render
+from edgeft.run.folder import Run
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-from typing import TYPE_CHECKING
-
-from edgeft.arch.check import check_model
-from edgeft.errors import RunError
-from edgeft.formats.source import model_source as model_source
-from edgeft.run.folder import Run
-
-if TYPE_CHECKING:
-    pass
-
-LONGEST_CTX = 4096  # tokens kept in memory, even if the model could read more
-LEAST_ROOM = 64  # tokens an answer must have room for before old turns are dropped
+MAX_CTX = 4096  # tokens of the KV cache, even if the model allows more
+MIN_ANSWER = 64  # tokens; old turns are dropped where less is left for an answer
 
 
 class Chat:
-    """Keeps the messages; `notices` says what the person should know about the last answer."""
+    """Holds the messages; `notices` are for the user, about the last answer."""
 
     def __init__(
         self,
         path: str | Path,
         system: str | None = None,
-        temperature: float = 0.0,
-        top_p: float = 0.95,
-        max_new: int = 256,
+        sampling: Sampling = Sampling(),
         n_ctx: int = 0,
         threads: int = 0,
-        seed: int | None = None,
     ) -> None:
-        """n_ctx 0: the model's own length, at most LONGEST_CTX; temperature 0: always the likeliest token."""
+        """n_ctx 0: the context of the model, at most MAX_CTX."""
         self.tokenizer = open_tokenizer(path)
         self.file = LlamaFile(path, n_ctx=n_ctx, threads=threads, parallel=1)
-        self.file.n_ctx = min(self.file.n_ctx, n_ctx or LONGEST_CTX)
-        self.temperature, self.top_p, self.max_new, self.seed = temperature, top_p, max_new, seed
+        self.file.n_ctx = min(self.file.n_ctx, n_ctx or MAX_CTX)
+        self.sampling = sampling
         self.system = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = []  # user and assistant in turn, without the system message
         self.notices: list[str] = []
@@ -64,7 +53,7 @@ class Chat:
         self.file.close()
 
     def ask(self, question: str) -> Iterator[str]:
-        """The answer in pieces. What came before an interruption stays in the conversation."""
+        """The answer in pieces. An interrupted answer stays in the conversation."""
         self.notices = []
         self.messages.append({"role": "user", "content": question})
         try:
@@ -73,14 +62,14 @@ class Chat:
             self.messages.pop()  # the conversation can go on
             raise
         answer = ""
-        pieces = self.file.stream(ids, self.max_new, self.temperature, self.top_p, self.seed)
+        pieces = self.file.stream(ids, self.sampling)
         try:
             while True:
                 try:
                     piece = next(pieces)
                 except StopIteration as end:
                     if not end.value:
-                        self.notices.append("the answer was cut off: it reached its greatest length")
+                        self.notices.append("the answer was cut off at its maximum length")
                     break
                 if not answer:
                     piece = piece.lstrip()  # some vocabularies begin every answer with a space
@@ -91,8 +80,8 @@ class Chat:
             self.messages.append({"role": "assistant", "content": answer.strip()})
 
     def _fit(self) -> list[int]:
-        """The conversation as tokens; its oldest turns go when too little room is left for an answer."""
-        room = min(self.max_new, LEAST_ROOM, self.file.n_ctx // 2)
+        """The conversation as tokens; the oldest turns are dropped when too little room is left for an answer."""
+        room = min(self.sampling.max_new, MIN_ANSWER, self.file.n_ctx // 2)
         dropped = 0
         while True:
             ids = self.tokenizer.encode(render(self.tokenizer, self.system + self.messages, generate=True))
@@ -100,8 +89,8 @@ class Chat:
                 break
             if len(self.messages) == 1:
                 raise DataError(
-                    f"this message needs {len(ids)} tokens, and the context holds {self.file.n_ctx}",
-                    f"an answer needs room for {room}: ask something shorter",
+                    f"this message has {len(ids)} tokens; the context holds {self.file.n_ctx}",
+                    f"an answer needs {room} of them: ask something shorter",
                 )
             del self.messages[:2]
             dropped += 1
@@ -112,7 +101,7 @@ class Chat:
 
 
 def chat_file(target: Path) -> Path:
-    """The GGUF file that `edgeft chat RUN|FILE` means."""
+    """The GGUF file of `edgeft chat RUN|FILE`."""
     if not target.is_dir():
         check_model(str(target))
         return target

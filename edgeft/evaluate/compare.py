@@ -1,6 +1,6 @@
-"""One model beside another on the same rows: what `edgeft eval` does, and a run's last stage.
+"""Two models on the same rows: `edgeft eval`, and the last stage of a run.
 
-What is scored is what is shipped: GGUF files in llama.cpp, runs and Hugging Face folders in the trainer.
+The files that are shipped are scored: GGUF files in llama.cpp, runs and Hugging Face folders in the trainer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeft.arch.check import check_model
-from edgeft.config import Recipe
+from edgeft.config import EvalConfig, Recipe
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
 from edgeft.errors import DataError, RunError
+from edgeft.evaluate.request import row_progress
 from edgeft.formats.gguf import GGUF
 from edgeft.formats.source import demo_model, is_gguf, model_source
 from edgeft.run.events import EvalEvent
@@ -27,8 +28,8 @@ from edgeft.run.progress import Progress
 from edgeft.train.build import trained_stack
 
 if TYPE_CHECKING:
-    from edgeft.evaluate.ask import Scorer
     from edgeft.evaluate.leak import Leak
+    from edgeft.evaluate.request import Scorer
     from edgeft.evaluate.score import Scores
     from edgeft.evaluate.suite import Item, Suite
     from edgeft.formats.tokenizer import Tokenizer
@@ -36,18 +37,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be scored, and where: GGUF files in llama.cpp, all else in the trainer."""
+    """A model to score: a GGUF file in llama.cpp, anything else in the trainer."""
 
     who: str  # base or tuned
     source: str
-    run: Run | None = None  # its trained weights over `source`
-    frozen: str = "dense"  # how the trainer keeps weights that are not trained
+    run: Run | None = None  # with its trained weights in place of those of `source`
+    frozen: str = "dense"  # storage of frozen weights in the trainer
     trainer: bool = False
-    room_bytes: int = 0  # memory that scoring may use; 0 = what is available
+    room_bytes: int = 0  # memory limit of scoring; 0: the available memory
 
     @property
     def identity(self) -> str:
-        """Changes with the weights."""
+        """Cache key that changes with the weights."""
         from edgeft.formats.hub import model_id
 
         file = self.run.best if self.run else Path(self.source)
@@ -56,7 +57,7 @@ class Subject:
 
     @contextmanager
     def opened(self, longest: int, tokens: int = 0) -> Iterator[tuple[Scorer, Tokenizer]]:
-        """`longest`: tokens of the longest row, its answer included; `tokens`: of all rows, if that may be hurried."""
+        """longest: tokens of the longest row with its answer; tokens: of all rows, 0 if no faster copy may be made."""
         from edgeft.formats.tokenizer import open_tokenizer
 
         tokenizer = open_tokenizer(self.source)
@@ -69,7 +70,7 @@ class Subject:
                 yield file, tokenizer
             return
         from edgeft.engine.load_gguf import load
-        from edgeft.evaluate.trainer import StackScorer
+        from edgeft.evaluate.stack_scorer import StackScorer
 
         stack = trained_stack(self.run)[0] if self.run else load(self.source, self.frozen)
         yield StackScorer(stack, tokenizer.eog), tokenizer
@@ -79,68 +80,64 @@ def score_subject(
     subject: Subject,
     items: list[Item],
     suite: Suite,
-    max_new: int,
     progress: Progress,
     store: Run | None = None,
     again: bool = False,
 ) -> Scores:
-    """Scores of one model, taken from the run folder if they were computed before."""
+    """Scores of one model; from the run folder `store` if they are there, unless `again`."""
     from edgeft.evaluate.score import from_json, score_items, to_json
 
-    kept: Path | None = None
+    file: Path | None = None
+    max_new = suite.eval.max_new_tokens
     if store:
-        asked = json.dumps([asdict(suite), max_new, [[asdict(item.ask), item.answers, item.right] for item in items]])
+        content = [[asdict(item.request), item.answers, item.right] for item in items]
+        asked = json.dumps([asdict(suite), max_new, content])
         key = hashlib.sha256(f"{subject.identity}|{asked}".encode()).hexdigest()[:16]
-        kept = store.path / "eval" / f"{suite.name or 'qa'}-{subject.who}-{key}.json"
-        found = None if again else from_json(store.read_json(kept) or {})
-        if found:
-            return found
-    lengths = [len(i.ask.prompt) + max([len(o) for o in i.ask.options], default=0) + max_new for i in items]
-    progress.stage(f"evaluate {subject.who} model", len(items))
-    done = 0
-
-    def advance(now: int, _: int) -> None:
-        nonlocal done
-        progress.advance(now - done, "rows")
-        done = now
-
+        file = store.path / "eval" / f"{suite.name or 'qa'}-{subject.who}-{key}.json"
+        cached = None if again else from_json(store.read_json(file) or {})
+        if cached:
+            return cached
+    lengths = [len(i.request.prompt) + max([len(o) for o in i.request.options], default=0) + max_new for i in items]
     started = time.monotonic()
-    with subject.opened(max(lengths), sum(lengths) if suite.eval.unpack else 0) as (scorer, tokenizer):
-        scores = score_items(scorer, tokenizer, items, max_new, suite, advance)
-    progress.end()
-    if store and kept:
-        store.write_json(kept, to_json(scores))
+    with (
+        row_progress(progress, f"evaluate {subject.who} model", len(items)) as advance,
+        subject.opened(max(lengths), sum(lengths) if suite.eval.unpack else 0) as (scorer, tokenizer),
+    ):
+        scores = score_items(scorer, tokenizer, items, suite, advance)
+    if store and file:
+        store.write_json(file, to_json(scores))
         seconds = round(time.monotonic() - started, 2)
         store.log(EvalEvent(suite.name or "qa", subject.who, len(items), seconds))
     return scores
 
 
 def score_file(path: str, rows: list[Encoded], max_new: int, progress: Progress, name: str) -> Scores:
-    """A GGUF file, as llama.cpp runs it, on rows that are encoded already."""
+    """A GGUF file in llama.cpp on encoded rows."""
     from edgeft.evaluate.suite import Suite, make_items
 
-    return score_subject(Subject(name, path), make_items(Suite(), rows), Suite(), max_new, progress)
+    suite = Suite(eval=EvalConfig(max_new_tokens=max_new))
+    return score_subject(Subject(name, path), make_items(suite, rows), suite, progress)
 
 
 def evaluate_run(run: Run, rows: list[Encoded], progress: Progress, base: str | None = None) -> dict[str, Any]:
-    """Base and tuned model, both in the trainer, on the run's own rows."""
+    """The base and the tuned model, both in the trainer, on rows of the run."""
     source = model_source(run.recipe.model.path)
     subjects = [
         Subject("base", base or source, frozen=run.recipe.model.frozen, trainer=True),
         Subject("tuned", source, run, trainer=True),
     ]
-    return _beside(subjects, run, rows, run.recipe.eval.max_new_tokens, progress)
+    return _compare_on_rows(subjects, run, rows, run.recipe.eval.max_new_tokens, progress)
 
 
 def evaluate_files(
     base: str, tuned: str, rows: list[Encoded], max_new: int, progress: Progress, room_bytes: int = 0
 ) -> dict[str, Any]:
-    """Two GGUF files, both in llama.cpp, on rows that are encoded already."""
+    """Two GGUF files, both in llama.cpp, on encoded rows."""
     subjects = [Subject(who, path, room_bytes=room_bytes) for who, path in (("base", base), ("tuned", tuned))]
-    return _beside(subjects, run_of(Path(tuned)), rows, max_new, progress)
+    return _compare_on_rows(subjects, run_of(Path(tuned)), rows, max_new, progress)
 
 
-def _beside(
+def _compare_on_rows(
     subjects: list[Subject], run: Run | None, rows: list[Encoded], max_new: int, progress: Progress
 ) -> dict[str, Any]:
     from edgeft.evaluate.score import load_suite
@@ -148,10 +145,10 @@ def _beside(
 
     suite = load_suite("qa")
     suite.eval.max_new_tokens = max_new
-    found = compare_subjects(subjects, make_items(suite, rows), suite, progress, run)
+    result = compare_subjects(subjects, make_items(suite, rows), suite, progress, run)
     if run:
-        run.write_json(run.evaluation, found)
-    return found
+        run.write_json(run.evaluation, result)
+    return result
 
 
 def compare_subjects(
@@ -162,18 +159,17 @@ def compare_subjects(
     run: Run | None = None,
     again: bool = False,
 ) -> dict[str, Any]:
-    """The last subject beside the first; leaks are told before anything is scored."""
+    """The last subject against the first; leaks are reported before anything is scored."""
     from edgeft.evaluate.score import compare
 
     leaks = find_leaks(run, items, progress) if run else []
-    max_new = suite.eval.max_new_tokens
-    scores = [score_subject(s, items, suite, max_new, progress, run, again) for s in subjects]
-    found = compare(scores[0] if len(scores) > 1 else None, scores[-1], suite=suite)
-    return found | {"leaks": [asdict(leak) for leak in leaks]}
+    scores = [score_subject(subject, items, suite, progress, run, again) for subject in subjects]
+    result = compare(scores[0] if len(scores) > 1 else None, scores[-1], suite=suite)
+    return result | {"leaks": [asdict(leak) for leak in leaks]}
 
 
 def find_leaks(run: Run, items: list[Item], progress: Progress) -> list[Leak]:
-    """Rows that the run was trained on, exactly or nearly."""
+    """Held-out rows that are equal or similar to a training row."""
     from edgeft.evaluate import leak
     from edgeft.formats.tokenizer import open_tokenizer
 
@@ -185,30 +181,30 @@ def find_leaks(run: Run, items: list[Item], progress: Progress) -> list[Leak]:
         tokenizer = open_tokenizer(model_source(run.recipe.model.path))
         texts = [replace(e.row, text=tokenizer.decode(e.ids)) if not e.row.messages else e.row for e in train]
         rows = [
-            replace(i.row, text=i.row.text or tokenizer.decode(i.ask.prompt)) if not i.row.messages else i.row
+            replace(i.row, text=i.row.text or tokenizer.decode(i.request.prompt)) if not i.row.messages else i.row
             for i in items
         ]
     else:
         texts = [encoded.row for encoded in train]
-    found = leak.find(texts, rows)
-    if found:
-        exact = sum(one.kind == "exact" for one in found)
+    leaks = leak.find(texts, rows)
+    if leaks:
+        exact = sum(one.kind == "exact" for one in leaks)
         progress.line(
-            f"warning: {len(found)} of {len(items)} held-out rows are in the training set, too ({exact} the same, "
-            f"{len(found) - exact} nearly): scores on them say little; first: {found[0].source} is like "
-            f"{found[0].train_source}"
+            f"warning: {len(leaks)} of {len(items)} held-out rows are also in the training set ({exact} identical, "
+            f"{len(leaks) - exact} similar): scores on them say little; first: {leaks[0].source} is like "
+            f"{leaks[0].train_source}"
         )
-    return found
+    return leaks
 
 
 def run_of(place: Path) -> Run | None:
-    """The run whose folder this is, or lies in."""
+    """The run of this folder, or of the folder of this file."""
     folder = place if (place / "recipe.yaml").is_file() else place.parent
     return Run.open(folder) if (folder / "recipe.yaml").is_file() else None
 
 
 def sources(target: str) -> list[str | None]:
-    """Where the model and the rows come from that `edgeft eval TARGET` reads when nothing else is named."""
+    """Default sources of the model and the rows of `edgeft eval TARGET`."""
     run = run_of(Path(target))
     if run is None:
         return []
@@ -229,33 +225,38 @@ def subjects_of(target: str, base: str | None, progress: Progress) -> tuple[list
     check_model(target)
     origin = base or (model_source(run.recipe.model.path) if run else base_of(target))
     if origin is None:
-        progress.line("its base model is not known here: name it with --base to compare")
+        progress.line("base model unknown, no comparison (name it with --base)")
     pairs = [("base", origin)] if origin else []
     return [Subject(who, path, trainer=not is_gguf(path)) for who, path in [*pairs, ("tuned", target)]], run
 
 
-def evaluate(
-    target: str,
-    data: str | None,
-    base: str | None,
-    limit: int | None,
-    progress: Progress,
-    suite_name: str | None = None,
-    again: bool = False,
-) -> dict[str, Any]:
-    """`edgeft eval`: a run or a Hugging Face folder in the trainer, a GGUF file in llama.cpp; beside its base."""
+@dataclass(frozen=True)
+class Evaluation:
+    """The options of `edgeft eval`."""
+
+    target: str  # a run, a Hugging Face folder or a GGUF file
+    data: str | None = None  # rows in place of the run's or the suite's
+    base: str | None = None  # the model to compare with
+    limit: int | None = None  # rows
+    suite: str | None = None
+    again: bool = False  # also where scores are in the run folder
+
+
+def evaluate(options: Evaluation, progress: Progress) -> dict[str, Any]:
+    """The target and its base model on the same rows; the result is also written to the run folder."""
     from edgeft.evaluate.suite import from_run, load_suite, make_items, read_items
     from edgeft.formats.tokenizer import open_tokenizer
 
-    suite = load_suite(suite_name or "qa")
-    subjects, run = subjects_of(target, base, progress)
+    data = options.data
+    suite = load_suite(options.suite or "qa")
+    subjects, run = subjects_of(options.target, options.base, progress)
     recipe = run.recipe if run else Recipe()
-    if suite_name is None:
+    if options.suite is None:
         suite.eval = recipe.eval
-    rows = limit or suite.eval.rows
+    rows = options.limit or suite.eval.rows
     own = data is None and suite.data.path is None and run is not None
     if own and run is not None and not run.tokens.is_file():
-        raise RunError(f"{run.path} keeps no rows to score", "name a file with --data")
+        raise RunError(f"{run.path} holds no rows to score", "name a file with --data")
     if own and run is not None and suite.prompt == "chat" and suite.score not in ("choice", "mixed"):
         items = make_items(suite, data_tokens.load(run.tokens)[1][:rows])
         if not items:
@@ -263,11 +264,11 @@ def evaluate(
     else:
         config = replace(recipe.data, path=data, heldout=None) if data else from_run(suite, recipe.data)
         items = read_items(suite, config, open_tokenizer(subjects[-1].source), rows)
-    found = compare_subjects(subjects, items, suite, progress, run, again)
-    if run and data is None and base is None and limit is None:
+    result = compare_subjects(subjects, items, suite, progress, run, options.again)
+    if run and data is None and options.base is None and options.limit is None:
         name = "" if suite.name == "qa" else f"-{suite.name}"
-        run.write_json(run.path / f"eval{name}{'-trainer' if subjects[-1].run else ''}.json", found)
-    return found
+        run.write_json(run.path / f"eval{name}{'-trainer' if subjects[-1].run else ''}.json", result)
+    return result
 
 
 def evaluate_harness(
@@ -277,17 +278,17 @@ def evaluate_harness(
     from edgeft.evaluate.harness import run_tasks
 
     subjects, run = subjects_of(target, base, progress)
-    found: dict[str, Any] = {"tasks": tasks, "base": None}
+    result: dict[str, Any] = {"tasks": tasks, "base": None}
     for subject in subjects:
         with subject.opened(512) as (scorer, tokenizer):
-            found[subject.who] = run_tasks(scorer, tokenizer, tasks, limit, progress, subject.who)
+            result[subject.who] = run_tasks(scorer, tokenizer, tasks, limit, progress, subject.who)
     if run and base is None and limit is None:
-        run.write_json(run.path / "eval-harness.json", found)
-    return found
+        run.write_json(run.path / "eval-harness.json", result)
+    return result
 
 
 def base_of(target: str) -> str | None:
-    """The model that an exported file was tuned from, if it lies beside it or is the embedded one."""
+    """The base model of an exported file, if it is in the same folder or is the embedded one."""
     if not is_gguf(target):
         return None
     name = GGUF.open(target).get_key("edgeft.base")

@@ -1,7 +1,7 @@
-"""A GGUF file for the time of a scoring, in types that llama.cpp multiplies quickly.
+"""A temporary copy of a GGUF file in types that llama.cpp multiplies fast, for scoring.
 
-Every weight is the file's own to 11 bits: what is scored is still what is shipped. llama.cpp itself unpacks weights
-like this where it is built with a BLAS library; where it multiplies them packed, it rounds the other side to 8 bits.
+Every weight keeps 11 bits, so the scores are those of the shipped file. llama.cpp itself unpacks weights like this
+where it is built with a BLAS library; where it multiplies them packed, it rounds the activations to 8 bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeft.evaluate.llamacpp import room
+from edgeft.evaluate.llamacpp import usable_bytes
 from edgeft.formats import ggml
 from edgeft.formats.gguf import GGUF, NewTensor, TensorInfo, write
 from edgeft.formats.types import SLOW
@@ -24,18 +24,18 @@ WIDE = ggml.F16
 
 @contextmanager
 def with_fast_types(path: str | Path, tokens: int, room_bytes: int = 0) -> Iterator[Path]:
-    """The file itself, or a copy in memory if that is worth it for so many tokens; it is gone when the context ends.
+    """The file itself, or a copy in memory if that pays off for this many tokens, deleted with the context.
 
-    room_bytes: memory that this process may use, 0 = what is available here.
+    room_bytes: memory limit of this process, 0: the available memory.
     """
     source = Path(path)
-    if tokens < LEAST_TOKENS or not hasattr(os, "memfd_create"):  # which only Linux has
+    if tokens < LEAST_TOKENS or not hasattr(os, "memfd_create"):  # Linux only
         yield source
         return
     base = GGUF.open(source)
     tensors = [_widened(base, info) if _slow(base, info) else _kept(base, info) for info in base.tensors.values()]
     size = sum(tensor.nbytes for tensor in tensors)
-    if size == sum(i.nbytes for i in base.tensors.values()) or size > MEMORY_SHARE * room(room_bytes):
+    if size == sum(i.nbytes for i in base.tensors.values()) or size > MEMORY_SHARE * usable_bytes(room_bytes):
         yield source
         return
     with open(os.memfd_create(source.name), "wb") as file:
@@ -44,7 +44,7 @@ def with_fast_types(path: str | Path, tokens: int, room_bytes: int = 0) -> Itera
 
 
 def _slow(base: GGUF, info: TensorInfo) -> bool:
-    """A matrix that tokens are multiplied with; an embedding that is not the head, too, is only looked up."""
+    """True for a matrix in a slow type that is multiplied; an embedding that is not also the head is only looked up."""
     multiplied = info.name != "token_embd.weight" or "output.weight" not in base.tensors
     return ggml.type_name(info.type) in SLOW and len(info.shape) == 2 and multiplied
 

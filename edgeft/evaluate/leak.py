@@ -1,6 +1,6 @@
-"""Held-out rows that training has seen: the same, or nearly the same.
+"""Held-out rows that are equal or similar to a training row.
 
-A row on the same passage with another question is no leak; what counts is the question (and a text's own words).
+Another question on the same passage is no leak: questions are compared, and the words of plain texts.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from edgeft.data.rows import Row
 
-NEAR = 0.8  # Jaccard similarity of questions from which on they are the same with a few letters changed
-LETTERS = 5  # a question's pieces: all runs of so many letters
-WORDS = 8  # a text's pieces: all runs of so many words
-TEXT_SHARE = 0.5  # share of a held-out text's pieces that stand in one training text
+NEAR = 0.8  # least Jaccard similarity of two questions that count as similar
+LETTERS = 5  # n-grams of a question, in letters
+WORDS = 8  # n-grams of a text, in words
+TEXT_SHARE = 0.5  # least share of a held-out text's n-grams in one training text
 
 
 @dataclass(frozen=True)
 class Leak:
     row: int  # number of the held-out row
-    source: str  # where it stands
+    source: str  # file and line
     train_source: str
     kind: str  # exact or near
     similarity: float
@@ -29,17 +29,17 @@ class Leak:
 
 
 def find(train: Sequence[Row], heldout: Sequence[Row]) -> list[Leak]:
-    """One leak for each held-out row that has one, the most similar training row with it."""
+    """One leak per held-out row, with the most similar training row."""
     whole: dict[str, int] = {}
     for i, row in enumerate(train):
         whole.setdefault(_key(row), i)
     index = _Index([_pieces(row) for row in train])
     contexts = [_plain(row.context) for row in train]
-    found = []
+    leaks = []
     for number, row in enumerate(heldout):
         same = whole.get(_key(row))
         if same is not None:
-            found.append(Leak(number, row.source, train[same].source, "exact", 1.0, _shown(row)))
+            leaks.append(Leak(number, row.source, train[same].source, "exact", 1.0, _shown(row)))
             continue
         text = row.text is not None
         context = _plain(row.context)
@@ -48,13 +48,13 @@ def find(train: Sequence[Row], heldout: Sequence[Row]) -> list[Leak]:
             if (train[i].text is not None) == text and share > best and _same_context(context, contexts[i]):
                 best, at = share, i
         if at >= 0:
-            found.append(Leak(number, row.source, train[at].source, "near", round(best, 3), _shown(row)))
-    return found
+            leaks.append(Leak(number, row.source, train[at].source, "near", round(best, 3), _shown(row)))
+    return leaks
 
 
 class _Index:
-    """Which rows hold which piece. Two sets that are alike enough share one of the rarest pieces of either: only rows
-    found by those are compared."""
+    """Rows by n-gram. Two sets that are similar enough share one of the rarest n-grams of either: only rows with one of
+    those are compared."""
 
     def __init__(self, rows: list[frozenset[str]]) -> None:
         self.rows = rows
@@ -65,7 +65,7 @@ class _Index:
                 self.where[piece].append(i)
 
     def like(self, pieces: frozenset[str], least: float, contained: bool) -> list[tuple[int, float]]:
-        """(row, similarity) of all rows with at least so much: Jaccard, or the share of `pieces` in the row."""
+        """(row, similarity) from `least` up: Jaccard, or with `contained` the share of `pieces` in the row."""
         rarest = sorted(pieces, key=lambda p: (self.count[p], p))[: int((1 - least) * len(pieces)) + 1]
         near = {i for piece in rarest for i in self.where.get(piece, ())}
         shares = (
@@ -80,7 +80,7 @@ def _plain(text: str) -> str:
 
 
 def _asked(row: Row) -> str:
-    """All that was asked, without the context."""
+    """All questions, without the context."""
     return " ".join(m["content"].removeprefix(row.context) for m in row.messages if m["role"] == "user")
 
 

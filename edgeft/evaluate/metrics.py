@@ -30,14 +30,14 @@ def f1(output: str, answers: Sequence[str]) -> float:
 
 
 def _f1(found: list[str], wanted: list[str]) -> float:
-    if not found or not wanted:  # nothing left after normalisation: right only if that holds for both
+    if not found or not wanted:  # empty after normalisation: right only if both are
         return float(found == wanted)
     same = sum((Counter(found) & Counter(wanted)).values())
     return 2 * same / (len(found) + len(wanted))  # = 2PR / (P + R)
 
 
 def contains(output: str, answers: Sequence[str]) -> float:
-    """The answer's words stand in the output, one after the other."""
+    """The words of the answer are in the output, in sequence."""
     found = normalise(output).split()
     return float(any(_within(normalise(answer).split(), found) for answer in answers))
 

@@ -1,6 +1,6 @@
 """The difference between two models on the same rows, with an interval.
 
-Rows are drawn together for both models: what makes a row easy or hard cancels out.
+Both models get the same resampled rows: the difficulty of a row cancels out.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 
 DRAWS = 4000
 LEVEL = 0.95
-VALUES_AT_A_TIME = 4_000_000  # indices held in memory at once: 32 MB
+VALUES_PER_BATCH = 4_000_000  # indices held in memory at once: 32 MB
 
 
 def bootstrap(
     gains: Sequence[float], weights: Sequence[float] | None = None, draws: int = DRAWS, seed: int = 0
 ) -> tuple[float, float, float]:
-    """(difference, low, high): Σ gains / Σ weights over rows, and its percentile interval over rows drawn anew.
+    """(difference, low, high): Σ gains / Σ weights over rows, and its percentile interval over resampled rows.
 
-    `gains` are after - before, a value each row; `weights` what they are counted over (1 each, or a row's tokens).
+    gains: after - before, one value per row; weights: what they are divided by (1 per row, or the tokens of the row).
     """
     g = np.asarray(gains, np.float64)
     w = np.ones_like(g) if weights is None else np.asarray(weights, np.float64)
@@ -30,10 +30,10 @@ def bootstrap(
         return math.nan, math.nan, math.nan
     value = float(g.sum() / w.sum())
     if n == 1:
-        return value, -math.inf, math.inf  # one row says nothing about others
+        return value, -math.inf, math.inf  # no interval from one row
     random = np.random.default_rng(seed)
     drawn = np.empty(draws)
-    step = max(1, VALUES_AT_A_TIME // n)
+    step = max(1, VALUES_PER_BATCH // n)
     for start in range(0, draws, step):
         rows = random.integers(0, n, (min(step, draws - start), n))
         drawn[start : start + step] = g[rows].sum(1) / np.maximum(w[rows].sum(1), 1e-12)
@@ -43,8 +43,8 @@ def bootstrap(
 
 
 def _tail(n: int) -> float:
-    """Share of the draws cut off at either end. The plain one is too large for few rows: drawn rows vary by (n - 1)/n
-    too little, and the spread itself is only an estimate, which Student's t allows for (Hesterberg 2015)."""
+    """Share of the draws cut off at either end, smaller for few rows: the variance of resampled rows is too small by
+    (n - 1)/n, and is itself an estimate, which Student's t accounts for (Hesterberg 2015)."""
     z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     v = n - 1
     t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)  # Student's t with v degrees

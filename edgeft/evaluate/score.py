@@ -1,4 +1,4 @@
-"""How well a model does on held-out rows, and one model beside another.
+"""Scores of a model on held-out rows, and the comparison of two models.
 
 Loss is in nats per token; the other scores are from 0 to 100, and None where no row has them.
 """
@@ -10,25 +10,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from edgeft.data.tokens import Encoded
 from edgeft.errors import ConfigError, DataError
 from edgeft.evaluate import metrics
-from edgeft.evaluate.ask import Progress, Response, Scorer
 from edgeft.evaluate.paired import LEVEL, bootstrap
-from edgeft.evaluate.suite import METRICS, Item, Suite, load_suite, make_items, suites
+from edgeft.evaluate.request import Response, RowProgress, Scorer
+from edgeft.evaluate.suite import METRICS, Item, Suite, load_suite, suites
 from edgeft.formats.tokenizer import Tokenizer
 from edgeft.host import sandbox
 
-__all__ = ["METRICS", "Record", "Scores", "Suite", "compare", "load_suite", "score", "score_items", "suites", "telling"]
+__all__ = ["METRICS", "Record", "Scores", "Suite", "compare", "load_suite", "pick_examples", "score_items", "suites"]
 
 LOWER_IS_BETTER = ("loss", "perplexity")
-NO_CHANGE = 0.01  # nats per token: a smaller change of a row's loss is none
+NO_CHANGE = 0.01  # nats per token: a smaller change of a row's loss does not count
 LISTED = 50  # rows that got better, and worse, at most
 
 
 @dataclass
 class Record:
-    """One row: what was accepted, what came, and how good that is (0 to 1; None where it is not measured)."""
+    """One row: accepted answers, the output, and its metrics (0 to 1; None where not measured)."""
 
     question: str
     answers: list[str]
@@ -44,7 +43,7 @@ class Record:
 
     @property
     def worth(self) -> float:
-        """What rows are ordered by; higher is better."""
+        """Sort key of rows; higher is better."""
         if self.f1 is not None:
             return self.f1 + (self.contains or 0.0)
         if self.accuracy is not None:
@@ -79,51 +78,37 @@ class Scores:
         raise AttributeError(name)
 
 
-def score(
-    scorer: Scorer,
-    tokenizer: Tokenizer,
-    rows: Sequence[Encoded],
-    max_new: int,
-    suite: Suite | None = None,
-    progress: Progress | None = None,
-) -> Scores:
-    """Rows as they were prepared for training."""
-    suite = suite or Suite()
-    return score_items(scorer, tokenizer, make_items(suite, rows), max_new, suite, progress)
-
-
 def score_items(
     scorer: Scorer,
     tokenizer: Tokenizer,
     items: Sequence[Item],
-    max_new: int,
     suite: Suite,
-    progress: Progress | None = None,
+    progress: RowProgress | None = None,
 ) -> Scores:
     if not items:
-        raise DataError("there are no held-out rows to score", "name a file with --data")
-    said = scorer.ask([item.ask for item in items], max_new, progress)
+        raise DataError("no held-out rows to score", "name a file with --data")
+    responses = scorer.respond([item.request for item in items], suite.eval.max_new_tokens, progress)
     labels = suite.labels or sorted({answer for item in items if item.kind == "label" for answer in item.answers})
-    return Scores([_record(item, one, tokenizer, suite, labels) for item, one in zip(items, said, strict=True)])
+    return Scores([_record(item, one, tokenizer, suite, labels) for item, one in zip(items, responses, strict=True)])
 
 
-def _record(item: Item, said: Response, tokenizer: Tokenizer, suite: Suite, labels: Sequence[str]) -> Record:
+def _record(item: Item, response: Response, tokenizer: Tokenizer, suite: Suite, labels: Sequence[str]) -> Record:
     record = Record(item.question, item.answers, source=item.row.source)
     if item.kind == "choice":
         lengths = [len(text) for text in item.texts]
-        raw = min(range(len(lengths)), key=lambda i: said.option_nll[i])
-        normed = min(range(len(lengths)), key=lambda i: said.option_nll[i] / lengths[i])
+        raw = min(range(len(lengths)), key=lambda i: response.option_nll[i])
+        normed = min(range(len(lengths)), key=lambda i: response.option_nll[i] / lengths[i])
         record.output = item.texts[raw]
         record.accuracy, record.accuracy_norm = float(raw == item.right), float(normed == item.right)
         return record
-    record.nll = said.prompt_nll + sum(said.option_nll)
-    record.tokens = len(item.ask.targets) + sum(map(len, item.ask.options))
+    record.nll = response.prompt_nll + sum(response.option_nll)
+    record.tokens = len(item.request.targets) + sum(map(len, item.request.options))
     if item.kind == "loss":
         return record
-    output = take(tokenizer.decode(said.output).strip(), suite.take)
+    output = take(tokenizer.decode(response.output).strip(), suite.take)
     if item.kind == "label":
-        found = nearest_label(output, labels)
-        record.accuracy = float(found is not None and found in item.answers)
+        label = nearest_label(output, labels)
+        record.accuracy = float(label is not None and label in item.answers)
     record.output = output
     record.exact_match = metrics.exact_match(output, item.answers)
     record.f1 = metrics.f1(output, item.answers)
@@ -132,7 +117,7 @@ def _record(item: Item, said: Response, tokenizer: Tokenizer, suite: Suite, labe
 
 
 def take(output: str, how: str) -> str:
-    """The answer in the output; nothing where the expression does not match."""
+    """The part of the output that is the answer; empty where the expression does not match."""
     if how == "all":
         return output
     if how == "first_line":
@@ -144,7 +129,7 @@ def take(output: str, how: str) -> str:
 
 
 def nearest_label(output: str, labels: Sequence[str]) -> str | None:
-    """The label that the output is, else the longest that stands in it."""
+    """The label equal to the output, else the longest label in it."""
     words = metrics.normalise(output.replace("_", " "))
     plain = {label: metrics.normalise(label.replace("_", " ")) for label in labels}
     for label, text in plain.items():
@@ -154,11 +139,11 @@ def nearest_label(output: str, labels: Sequence[str]) -> str | None:
     return max(inside, key=lambda label: len(plain[label]), default=None)
 
 
-# ---------------------------------------------------------------- base beside tuned
+# ---------------------------------------------------------------- base against tuned
 
 
 def compare(base: Scores | None, tuned: Scores, examples: int = 4, suite: Suite | None = None) -> dict[str, Any]:
-    """The JSON of `edgeft eval`; both were scored on the same rows."""
+    """The JSON of `edgeft eval`; both have the same rows."""
     suite = suite or Suite()
     result: dict[str, Any] = {
         "suite": suite.name or "qa",
@@ -169,12 +154,12 @@ def compare(base: Scores | None, tuned: Scores, examples: int = 4, suite: Suite 
     }
     if base:
         result |= difference(base, tuned, suite.metrics, guard=suite.score == "mixed")
-    return result | {"examples": telling(base, tuned, examples)}
+    return result | {"examples": pick_examples(base, tuned, examples)}
 
 
 def difference(base: Scores, tuned: Scores, names: Sequence[str], guard: bool = False) -> dict[str, Any]:
     """Tuned minus base with its interval, the verdict, and the rows that changed, worst first."""
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     pairs = list(zip(base.records, tuned.records, strict=True))
     for name in names:
         if name == "perplexity" or tuned.figure(name) is None:
@@ -184,7 +169,7 @@ def difference(base: Scores, tuned: Scores, names: Sequence[str], guard: bool = 
         else:
             both = [(getattr(b, name), getattr(t, name)) for b, t in pairs]
             value, low, high = bootstrap([100 * (t - b) for b, t in both if t is not None])
-        found[name] = {"value": value, "low": _finite(low), "high": _finite(high), "level": LEVEL}
+        differences[name] = {"value": value, "low": _finite(low), "high": _finite(high), "level": LEVEL}
     order = sorted(range(len(pairs)), key=lambda i: pairs[i][1].worth - pairs[i][0].worth)
     changes = []
     for i in order:
@@ -194,8 +179,8 @@ def difference(base: Scores, tuned: Scores, names: Sequence[str], guard: bool = 
             changes.append(_pair(before, after) | {"gain": round(gain, 4)})
     worse, better = [c for c in changes if c["gain"] < 0], [c for c in changes if c["gain"] > 0]
     return {
-        "difference": found,
-        "verdict": verdict(found, guard),
+        "difference": differences,
+        "verdict": verdict(differences, guard),
         "changed": {"better": len(better), "worse": len(worse), "same": len(pairs) - len(changes)},
         "worse": worse[:LISTED],
         "better": better[::-1][:LISTED][::-1],  # the largest gains, in the same order: worst first
@@ -203,22 +188,22 @@ def difference(base: Scores, tuned: Scores, names: Sequence[str], guard: bool = 
 
 
 def verdict(differences: dict[str, Any], guard: bool = False) -> dict[str, Any] | None:
-    """By the first of these metrics that was measured; clear only if the interval leaves out zero.
+    """By the first of these metrics that was measured; clear only if the interval excludes zero.
 
-    guard: by the first that clearly got worse, if there is one. Choices may stand while the text is forgotten.
+    guard: by the first metric that clearly got worse, if any: accuracy may hold while the loss on text rises.
     """
-    told = []
+    verdicts = []
     for name in ("f1", "accuracy", "exact_match", "contains", "loss"):
-        found = differences.get(name)
-        if found is None:
+        change = differences.get(name)
+        if change is None:
             continue
         sign = -1 if name in LOWER_IS_BETTER else 1
-        low, high = found["low"], found["high"]
+        low, high = change["low"], change["high"]
         clear = low is not None and high is not None and (low > 0 or high < 0)
-        better = found["value"] * sign > 0
-        told.append({"metric": name, "result": ("better" if better else "worse") if clear else "unclear"})
-    worse = [one for one in told if guard and one["result"] == "worse"]
-    return next(iter(worse + told), None)
+        better = change["value"] * sign > 0
+        verdicts.append({"metric": name, "result": ("better" if better else "worse") if clear else "unclear"})
+    worse = [one for one in verdicts if guard and one["result"] == "worse"]
+    return next(iter(worse + verdicts), None)
 
 
 def _finite(value: float) -> float | None:
@@ -234,8 +219,8 @@ def _pair(before: Record | None, after: Record) -> dict[str, Any]:
     }
 
 
-def telling(base: Scores | None, tuned: Scores, wanted: int) -> list[dict[str, Any]]:
-    """A few rows side by side: gains, spread over the set, and the worst row last, so that nobody is misled."""
+def pick_examples(base: Scores | None, tuned: Scores, wanted: int) -> list[dict[str, Any]]:
+    """A few rows for the reader: gains, spread over the set, and the worst row last, so that it does not mislead."""
     pairs = [
         (before, after)
         for before, after in zip(base.records if base else tuned.records, tuned.records, strict=True)
@@ -247,8 +232,8 @@ def telling(base: Scores | None, tuned: Scores, wanted: int) -> list[dict[str, A
     better = [i for i in range(len(pairs)) if (gains[i] > 0 or not base) and i not in worst]
     better = better or [i for i in range(len(pairs)) if i not in worst]
     room = wanted - len(worst)
-    chosen = [better[k * len(better) // room] for k in range(room)] if len(better) > room else better
-    return [_pair(pairs[i][0] if base else None, pairs[i][1]) for i in [*chosen, *worst]]
+    spread = [better[k * len(better) // room] for k in range(room)] if len(better) > room else better
+    return [_pair(pairs[i][0] if base else None, pairs[i][1]) for i in [*spread, *worst]]
 
 
 # ---------------------------------------------------------------- on disk

@@ -5,28 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from edgeft.config import format_size
 from edgeft.errors import RunError
-
-if TYPE_CHECKING:
-    pass
 
 Need = tuple[Path, str, int]  # the folder, what is written there, bytes
 
 
-def check(found: list[Need]) -> None:
-    """RunError if one of the disks has no room for all that goes there."""
+def check(needs: list[Need]) -> None:
+    """RunError if one of the disks has less free space than is written to it."""
     disks: dict[int, list[Need]] = {}
-    for need in found:
+    for need in needs:
         disks.setdefault(os.stat(_existing(need[0])).st_dev, []).append(need)
-    for wanted in disks.values():
-        free, total = shutil.disk_usage(_existing(wanted[0][0])).free, sum(size for _, _, size in wanted)
+    for group in disks.values():
+        free, total = shutil.disk_usage(_existing(group[0][0])).free, sum(size for _, _, size in group)
         if total > free:
-            terms = ", ".join(f"{what} {_text(size)}" for _, what, size in sorted(wanted, key=lambda n: -n[2]) if size)
+            largest_first = sorted(group, key=lambda need: -need[2])
+            terms = ", ".join(f"{what} {format_size(size)}" for _, what, size in largest_first if size)
             raise RunError(
-                f"this run will write {_text(total)} below {wanted[0][0]}, and {_text(free)} are free there ({terms})",
-                "free some space, name another place (--out, EDGEFT_CACHE), or keep less: --set how.keep_checkpoints=1",
+                f"this run will write {format_size(total)} below {group[0][0]}; {format_size(free)} are free ({terms})",
+                "free some space, name another folder (--out, EDGEFT_CACHE), or keep less: "
+                "--set how.keep_checkpoints=1",
             )
 
 
@@ -37,11 +36,8 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _size(path: Path) -> int:
+def path_size(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder; 0 if there is neither."""
     if path.is_dir():
         return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     return path.stat().st_size if path.is_file() else 0
-
-
-def _text(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,6 +1,6 @@
-"""What `edgeft doctor` finds out: this machine, how fast it multiplies, and which profile suits it.
+"""What `edgeft doctor` reports: this machine, its speed, the profile that suits it, and what is not available on it.
 
-It never fails because a machine lacks something; what cannot be found out is None or an empty list.
+It never fails because a machine lacks something: unknown values are None or an empty list.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 import warnings
 import zlib
@@ -22,13 +23,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from edgeft.host import cache, device, profile, sensors
+from edgeft.host import cache, device, profile, sensors, system
 from edgeft.host.device import ROOT, read_text
-from edgeft.host.system import allowed_cpus
+from edgeft.host.limit import can_make_group
 
 PACKAGES = ("edgeft", "torch", "transformers", "llama-cpp-python", "bitsandbytes")
 
-# Name for people → what /proc/cpuinfo (`flags`, on ARM `Features`) and macOS' hw.optional call it; one is enough.
+# Common name → names in /proc/cpuinfo (`flags`, on ARM `Features`) and macOS' hw.optional; one is enough.
 SIMD = {
     "AVX2": ("avx2", "avx2_0"),
     "AVX512": ("avx512f",),
@@ -48,7 +49,7 @@ BOARDS = (
 )
 
 TRIAL_S = 0.3  # per dtype
-WRITE_BYTES, WRITE_S = 1 << 29, 1.0  # of the trial of the disk, whichever comes first; a shorter one finds any rate
+WRITE_BYTES, WRITE_S = 1 << 29, 1.0  # of the disk's trial, whichever comes first; a shorter one gives random rates
 SHAPE = (512, 1024, 1024)  # (tokens, in, out): the size of one linear layer over a micro-batch, 1.07 GFLOP
 
 
@@ -71,7 +72,7 @@ def _apple_words(text: str) -> set[str]:
 
 
 def _best_gflops(product: Callable[[], object]) -> float:
-    """Best of the trials that fit into TRIAL_S: what disturbs a measurement only ever makes it slower."""
+    """Best of the trials that fit into TRIAL_S: other load only makes a trial slower."""
     rows, inner, out = SHAPE
     start = time.perf_counter()
     product()  # the first call generates code and starts threads
@@ -89,7 +90,7 @@ def measure_gemm(threads: int) -> dict[str, float]:
 
     rows, inner, out = SHAPE
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
-    # Own generators: measuring must not disturb the seeds of a run.
+    # Own generators: measuring must not change the random state of a run.
     x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(0)).mul(30)  # ± 127 is over 4 sigma
     w = torch.randn(out, inner, generator=torch.Generator().manual_seed(1)).mul(30)
     rates: dict[str, float] = {}
@@ -118,7 +119,7 @@ def gemm_rates(refresh: bool = False, threads: int | None = None) -> dict[str, f
 
 
 def byte_rates(refresh: bool = False, threads: int | None = None) -> dict[str, float]:
-    """GB/s moved in memory (`copy`) and put on the cache folder's disk (`write`); measured once, in a second or two."""
+    """GB/s copied in memory (`copy`) and written to the cache folder's disk (`write`); measured once, in 1 to 2 s."""
     count = threads or device.cores()
     key = device.bytes_key(device.cpu_name(), count)
     known = device.read_gemm_cache()
@@ -129,7 +130,7 @@ def byte_rates(refresh: bool = False, threads: int | None = None) -> dict[str, f
 
 
 def _copy_rate(threads: int) -> float:
-    """Of all threads, read and written: far more than any processor's caches hold."""
+    """GB/s read and written by all threads, on more data than any processor's caches hold."""
     import torch
 
     x, before = torch.ones(1 << 24), torch.get_num_threads()
@@ -147,7 +148,7 @@ def _copy_rate(threads: int) -> float:
 
 
 def _write_rate() -> dict[str, float]:
-    """As a checkpoint is written: with its checksum, and on the disk when it ends. Nothing where none can be."""
+    """GB/s as a checkpoint is written: with its checksum and fsync. {} where nothing can be written."""
     path = device.gemm_cache()
     if path is None:
         return {}
@@ -181,7 +182,7 @@ def _write_cache(entries: dict[str, dict[str, float]]) -> None:
         cache.private(path.parent)
         temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
         temporary.replace(path)
-    except OSError:  # read-only home, full disk: then it is measured again next time
+    except OSError:  # read-only home, full disk: it is measured again next time
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
@@ -191,10 +192,10 @@ def accelerator() -> dict[str, Any]:
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a driver that is too old is a warning in torch, and no accelerator for us
+        warnings.simplefilter("ignore")  # torch warns of a driver that is too old; here it counts as no accelerator
         if torch.cuda.is_available():
-            found = torch.cuda.get_device_properties(0)
-            return {"kind": "cuda", "name": found.name, "memory_bytes": int(found.total_memory)}
+            gpu = torch.cuda.get_device_properties(0)
+            return {"kind": "cuda", "name": gpu.name, "memory_bytes": int(gpu.total_memory)}
     if torch.backends.mps.is_available():
         return {"kind": "mps", "name": device.cpu_name(), "memory_bytes": None}  # shares the machine's memory
     return {"kind": "none", "name": None, "memory_bytes": None}
@@ -214,10 +215,10 @@ def _output(command: list[str]) -> str:
 def compiler() -> dict[str, str] | None:
     """The C++ compiler that a build would use; llama-cpp-python and compiled steps need one."""
     try:
-        chosen = shlex.split(os.environ.get("CXX", ""))
-    except ValueError:  # a quotation mark that is not closed
-        chosen = []
-    for command in filter(None, [chosen, ["c++"], ["g++"], ["clang++"]]):
+        own = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # an unclosed quotation mark
+        own = []
+    for command in filter(None, [own, ["c++"], ["g++"], ["clang++"]]):
         path = shutil.which(command[0])
         text = _output([path, *command[1:], "--version"]) if path else ""
         if path and text:
@@ -226,13 +227,13 @@ def compiler() -> dict[str, str] | None:
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 # ---------------------------------------------------------------- disk
@@ -249,7 +250,7 @@ def disk_kind(folder: Path, root: Path = ROOT) -> str | None:
     if mount.kind in ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse.sshfs"):
         return "network"
     block = root / "sys/dev/block" / mount.device
-    if not block.exists():  # btrfs and others number their mounts themselves: go by the name
+    if not block.exists():  # btrfs and others have device numbers of their own: go by the name
         block = root / "sys/class/block" / Path(mount.source).name
         if not mount.source.startswith("/dev/") or not block.exists():
             return None
@@ -258,7 +259,7 @@ def disk_kind(folder: Path, root: Path = ROOT) -> str | None:
 
 def _block_kind(block: Path) -> str | None:
     below = sorted((block / "slaves").glob("*")) if (block / "slaves").is_dir() else []
-    if below:  # encryption, LVM, RAID: what it stands on
+    if below:  # encryption, LVM, RAID: the disk below
         return _block_kind(below[0].resolve())
     disk = block.parent if (block / "partition").exists() else block
     name = disk.name
@@ -266,7 +267,7 @@ def _block_kind(block: Path) -> str | None:
         return "SD card" if read_text(disk / "device/type") == "SD" else "eMMC"
     if name.startswith("nvme"):
         return "NVMe"
-    if name.startswith(("vd", "xvd")):  # virtual machines claim to rotate
+    if name.startswith(("vd", "xvd")):  # virtual disks report that they rotate
         return "virtual disk"
     if re.search(r"/usb\d", str(disk)):
         return "USB disk"
@@ -289,26 +290,37 @@ def board(root: Path = ROOT) -> str | None:
 
 
 def pick_profile(root: Path = ROOT) -> dict[str, str]:
-    """{"name", "reason"}: the shipped profile of this very board, else `auto`."""
+    """{"name", "reason"}: the shipped profile of this board, else `auto`."""
     model, ram = board(root), device.memory(root).ram_bytes
     for pattern, profiles in BOARDS:
         if model is None or not re.search(pattern, model):
             continue
         for name in profiles:
-            # A board shows up to 10 % less than is printed on it; with far more, the profile would waste the rest.
+            # A board reports up to 10 % less than is printed on it; with far more, the profile would waste the rest.
             if 0.85 <= ram / profile.load_device(name).ram_bytes <= 1.3:
                 return {"name": name, "reason": f"this is a {model} with {ram / 2**30:.1f} GiB"}
         known = " and ".join(f"{profile.load_device(n).ram_bytes / 2**30:.0f}" for n in profiles)
         reason = f"this is a {model}, but with {ram / 2**30:.1f} GiB; its profiles are for {known} GiB"
         return {"name": "auto", "reason": reason}
-    return {"name": "auto", "reason": "no shipped profile is for this very machine; `auto` measures it"}
+    return {"name": "auto", "reason": "no shipped profile is for this machine; `auto` measures it"}
 
 
 # ---------------------------------------------------------------- all together
 
 
+def unavailable(root: Path = ROOT) -> list[dict[str, str]]:
+    """[{"what", "why"}]: what this system lacks, and on Linux what this machine does."""
+    lacks = system.missing()
+    if sys.platform == "linux":
+        if not can_make_group(root):
+            lacks.append(("control groups", "none can be made here: --enforce limits with RLIMIT_DATA"))
+        if not sensors.thermometers(root) and not sensors.vcgencmd(root, "measure_temp"):
+            lacks.append(("temperatures", "no thermometer can be read: runs do not pause for heat"))
+    return [{"what": what, "why": why} for what, why in lacks]
+
+
 def examine(root: Path = ROOT, folder: Path | None = None, refresh: bool = False) -> dict[str, Any]:
-    """Everything above as plain dictionaries. Rates are of the machine it runs on, whatever `root` says."""
+    """Everything above as plain dictionaries. Rates are those of the machine it runs on, whatever `root` is."""
     memory, profile = device.memory(root), device.this_machine(root)
     quota = device.cpu_quota(root)
     report: dict[str, Any] = {
@@ -323,7 +335,7 @@ def examine(root: Path = ROOT, folder: Path | None = None, refresh: bool = False
         "cpu": {
             "name": device.cpu_name(root),
             "cores": profile.cores,
-            "logical_cpus": len(allowed_cpus()),
+            "logical_cpus": len(system.allowed_cpus()),
             "quota": quota,
             "simd": simd(root),
         },
@@ -337,6 +349,7 @@ def examine(root: Path = ROOT, folder: Path | None = None, refresh: bool = False
         "disk": disk(folder, root),
         "versions": versions(),
         "profile": pick_profile(root),
+        "unavailable": unavailable(root),
     }
     try:
         rates = gemm_rates(refresh)
@@ -344,6 +357,6 @@ def examine(root: Path = ROOT, folder: Path | None = None, refresh: bool = False
         floats = [name for name in rates if name != "int8"]  # int8 is no dtype to compute gradients in
         report["gemm"].update(gflops=rates, fastest=max(floats, key=lambda name: rates[name], default=None))
         report["accelerator"] = accelerator()
-    except (ImportError, OSError) as error:  # a torch that does not load is what people run a doctor for
+    except (ImportError, OSError) as error:  # a torch that does not load is a reason to run doctor
         report["gemm"]["error"] = f"torch cannot be loaded: {error}".splitlines()[0]
     return report

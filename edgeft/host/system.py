@@ -26,6 +26,7 @@ def missing() -> list[tuple[str, str]]:
         return [] if _libc("malloc_trim") else [("return of freed memory", "this C library has no malloc_trim")]
     lacks = [
         ("control groups", "only Linux has them"),
+        ("weights in fast types", "only Linux has memfd: evaluation reads the file as it is"),
         ("temperatures and throttling", "only Linux's sensors are read: runs do not pause for heat"),
         ("return of freed memory", "only glibc has malloc_trim: how.spare_memory saves less"),
         ("end with the parent", "a stage polls for its parent and may outlive it for a second"),

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from edgeft.engine.backend import TORCH, Backend
 from edgeft.engine.linear import ComputeOptions, LinearSpec, linears
-from edgeft.engine.packed import _scratch
 from edgeft.engine.stack import weight_of
 
 Tensor = torch.Tensor
-PLAIN = ComputeOptions(None)
+PLAIN = ComputeOptions(TORCH)
 LARGEST = 127  # of an int8 weight, to both sides
 
 
@@ -160,10 +160,11 @@ class Int8Linear(_Over):
     def as_layer(self) -> LinearSpec:
         return LinearSpec(self, self.bias)
 
-    def operand(self, half: bool) -> Tensor:
+    def operand(self, backend: Backend, bf16: bool) -> Tensor:
         """As a product reads it, in the buffer that the next weight overwrites."""
-        out = _scratch.take(self.out_features, self.in_features, torch.bfloat16 if half else torch.float32)
-        if half:
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        out = backend.memory.weights.take(self.out_features, self.in_features, dtype)
+        if bf16:
             return torch.mul(self.codes, self.scales[:, None], out=out)  # rounded once
         return out.copy_(self.codes).mul_(self.scales[:, None])  # eight times as fast
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from edgeft.config import Recipe
 from edgeft.engine import optimizer
-from edgeft.engine.kernels import Kernels
+from edgeft.engine.backend import Backend
 from edgeft.engine.optimizer import EPS, Optimizer
 from edgeft.errors import ConfigError
 from edgeft.methods.layers import LARGEST, Int8Linear
@@ -43,17 +43,17 @@ class Qas(Optimizer):
         parameters: dict[str, nn.Parameter],
         layers: dict[str, Int8Linear],
         recipe: Recipe,
-        kernels: Kernels | None,
+        backend: Backend,
     ) -> None:
         """layers: by the names of the parameters that stand for their weights."""
-        super().__init__(parameters, recipe.train, recipe.how)
+        super().__init__(parameters, recipe.train, recipe.how, backend)
         if recipe.how.optimizer_state == "bf16":
             raise ConfigError("the moments of int8 weights are fp32 or 8bit", "--set how.optimizer_state=8bit")
         self.layers, self.update = layers, recipe.update
         self.small = recipe.how.optimizer_state == "8bit"
         others = {name: p for name, p in parameters.items() if name not in layers}
         how = replace(recipe.how, optimizer_state="fp32")  # they are few
-        self.others = optimizer.make(others, recipe.train, how, kernels) if others else None
+        self.others = optimizer.make(others, recipe.train, how, backend) if others else None
         self.taken = 0  # steps: what rounding draws depends on it
 
     def set_rate(self, lr: float, bias_lr: float | None = None) -> None:
@@ -67,9 +67,6 @@ class Qas(Optimizer):
         norm = super().step()
         self.taken += 1
         return norm
-
-    def _square(self, gradient: Tensor) -> float:
-        return float(gradient.norm()) ** 2
 
     def _update(self, names: Iterable[str], factor: float) -> None:
         names = list(names)

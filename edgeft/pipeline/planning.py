@@ -46,7 +46,7 @@ def make_plan(
         recipe.how = ExecutionConfig(**before["how"])
         return before
     machine = Machine.here(recipe.how.threads)
-    known = memory.EngineSpec(engine.kernels is not None, engine.half, machine.threads) if engine else None
+    known = memory.EngineSpec(engine.compiled, engine.bf16, machine.threads) if engine else None
     shape = shape_of(model_source(recipe.model.path), recipe.model.frozen)
     job = Job(recipe, shape, Workload(rows, heldout, recipe), machine, known)
     chosen, found = make(job, budget_bytes, fit)

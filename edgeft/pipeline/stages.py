@@ -67,8 +67,8 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     if run.recipe.how.compile == "auto" and before.get("compiled_to_fit"):
         run.recipe.how.compile = "on"
     engine = choose_engine(run, shape, planned, rows, progress)
-    run.recipe.how.compile = "on" if engine.kernels else "off"  # what `auto` came to: the plan depends on it
-    run.recipe.how.products = "bf16" if engine.half else "fp32"
+    run.recipe.how.compile = "on" if engine.compiled else "off"  # what `auto` came to: the plan depends on it
+    run.recipe.how.products = "bf16" if engine.bf16 else "fp32"
     if budget_bytes:
         make_plan(run, rows, heldout, budget_bytes, progress, engine)
     stack, scheme, parameters = build(run.recipe, engine)
@@ -82,7 +82,7 @@ def train(run: Run, progress: Progress, budget_bytes: int = 0) -> None:
     trainer = Trainer(run, stack, scheme, parameters, rows, heldout, progress)
     progress.line(f"{trainer.schedule.steps} steps, peak learning rate {trainer.schedule.peak:.2g}")
     weights_id = model_id(source)
-    missing = trunk.missing(run, stack, trainer.forest, scheme.cut, weights_id, trainer.engine)
+    missing = trunk.missing(run, stack, trainer.forest, scheme.cut, weights_id, trainer.backend.name)
     check([*disk.needs(run, shape, scheme), *missing])
     trainer.fit(weights_id)
 

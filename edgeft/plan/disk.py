@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeft import plan
-from edgeft.host.disk import Need, _size
+from edgeft.host.disk import Need, path_size
 from edgeft.plan.shape import exported_bytes
 from edgeft.run.folder import Run
 
@@ -23,12 +23,12 @@ def needs(run: Run, shape: Shape, scheme: Scheme) -> list[Need]:
     if not run.tokens.is_file():
         rows = Path(run.recipe.data.path) if run.recipe.data.path else None
         if rows is not None and os.path.isfile(rows):  # of a folder, nobody knows yet which files are rows
-            found.append((run.path, "tokens", 2 * _size(rows)))  # ids, and the rows' own text
+            found.append((run.path, "tokens", 2 * path_size(rows)))  # ids, and the rows' own text
     if not run.done.is_file():
         each = int(trained * (4 + plan.STATE_BYTES[how.optimizer_state]))  # weights and AdamW's two moments
         # one more than is kept: the oldest goes when the newest is there
-        found.append((run.path, "checkpoints", max(0, (how.keep_checkpoints + 1) * each - _size(run.checkpoints))))
-        found.append((run.path, "best weights", max(0, 2 * 4 * trained - _size(run.best))))
+        found.append((run.path, "checkpoints", max(0, (how.keep_checkpoints + 1) * each - path_size(run.checkpoints))))
+        found.append((run.path, "best weights", max(0, 2 * 4 * trained - path_size(run.best))))
     if not (run.exported.is_file() and run.model.is_file()):
         found.append((run.path, "exported model", exported_bytes(shape, scheme, run.recipe.export.type)))
     return found

@@ -15,6 +15,7 @@ from typing import Any
 
 from edgeft.config import CHANNELS, TENSORS, Device, ExecutionConfig, PartConfig, Recipe
 from edgeft.engine import compiled
+from edgeft.engine.limits import kernels_can_run
 from edgeft.errors import ConfigError, DoesNotFitError
 from edgeft.host import device
 from edgeft.methods import scheme as schemes
@@ -28,7 +29,6 @@ from edgeft.plan.shape import STATE_BYTES, Shape, exported_bytes, trained_parame
 
 SMALLEST = 64  # tokens of a micro-batch, below which products are too thin to be worth it
 SLACK = 0.03  # of the budget is left free: a plan may be off by so much
-LANES = 16  # of the widest vectors: heads are whole ones
 ATTENTION = ("q", "k", "v", "o")
 
 
@@ -96,7 +96,7 @@ class Job:
 
     def _able(self) -> bool:
         """Can the kernels run this model?"""
-        return self.shape.head % LANES == 0 and self.shape.gate == "silu"
+        return kernels_can_run(self.shape.head, self.shape.gate)
 
     def with_kernels(self) -> Job:
         """Compiled although the run is too short to gain time by it: they need less memory than plain torch."""

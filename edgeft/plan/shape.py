@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgeft.arch import Architecture, Sizes, of_gguf
 from edgeft.arch.header import plain_rotation
-from edgeft.engine.limits import UNPACKED
+from edgeft.engine.limits import KERNEL_TYPES
 from edgeft.formats import ggml
 from edgeft.formats.gguf import GGUF, TensorInfo
 from edgeft.formats.source import is_gguf
@@ -95,7 +95,7 @@ def _of_gguf(source: str, frozen: str) -> Shape:
         blocks=tuple(tuple(info.nbytes for info in block) for block in linears),
         embedding_bytes=gguf.tensors["token_embd.weight"].nbytes,
         head_bytes=head.nbytes if head else 0,
-        kernel_types=all(info.type in UNPACKED for block in linears for info in block),
+        kernel_types=all(info.type in KERNEL_TYPES for block in linears for info in block),
         unpack_flops=_unpack_flops([info for block in linears for info in block]),
         slow_types=any(ggml.type_name(info.type) in SLOW for block in linears for info in block),
         mapped=True,
@@ -107,7 +107,7 @@ def _unpack_flops(linears: list[TensorInfo]) -> float:
     work = 0.0
     for info in linears:
         name = ggml.type_name(info.type)
-        if info.type not in UNPACKED:
+        if info.type not in KERNEL_TYPES:
             work += info.shape[0] * info.shape[1] * next(f for kind, f in UNPACK_FLOPS.items() if name.startswith(kind))
     return work / sum(info.shape[0] * info.shape[1] for info in linears)
 

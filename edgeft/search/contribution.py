@@ -148,7 +148,7 @@ class Inputs:
 
 def through(stack: Stack, hidden: Tensor, batch: Batch, block: int) -> Tensor:
     """One block: (T, d) → (T, d)."""
-    return stack.run(hidden[None], batch.positions[None], batch.tree, block, block + 1, half=stack.half)[0]
+    return stack.run(hidden, batch, range(block, block + 1), stack.options.bf16)
 
 
 @contextmanager
@@ -225,7 +225,7 @@ def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, te
                     above[place] = _back(stack, sample, inputs, block, place, targets[number], above[place])
                 gradients.append({name: p.grad for name, p in parameters.items() if p.grad is not None})
                 for parameter in parameters.values():
-                    parameter.grad = parameter.spare_gradient = None  # type: ignore[attr-defined]
+                    stack.options.backend.memory.gradients.release(parameter)
             if not gradients[1]:  # a single part: there is no other half to judge by
                 gradients[1] = dict(gradients[0])
             for name in list(gradients[0]):

@@ -79,7 +79,7 @@ class Measurements:
         flops = 8.0 * shape.depth * shape.block_parameters * tokens  # forward, again, and two products back
         self.engine = choose.choose(Run(entry.path, recipe), shape.head, shape.gate, flops, progress)
         rates = doctor.gemm_rates(threads=self.threads)  # kept: the same plan the next time
-        self.rate = 1e9 * USED_RATE * rates["bf16" if self.engine.half else "fp32"]
+        self.rate = 1e9 * USED_RATE * rates["bf16" if self.engine.bf16 else "fp32"]
         self.inputs = Inputs(entry.path, sample, shape.depth, shape.width)
         self._stack: Any = None
 
@@ -87,7 +87,7 @@ class Measurements:
         """Of training here, or on the machine of a profile."""
         if profile is None:
             machine = Machine.here(self.threads)
-            known = plan_memory.EngineSpec(self.engine.kernels is not None, self.engine.half, self.threads)
+            known = plan_memory.EngineSpec(self.engine.compiled, self.engine.bf16, self.threads)
             return Costs(self.recipe, self.shape, train, heldout, machine, known)
         machine = Machine.of(profile, self.recipe.how.threads)
         if not machine.timed:
@@ -98,11 +98,11 @@ class Measurements:
         """The model, with what every block sees of the sample in files."""
         if self._stack is None:
             from edgeft.engine.limits import padded
-            from edgeft.engine.pool import pool
             from edgeft.search.trial import warm_up
             from edgeft.train import build
 
             self._stack = build.load_stack(self.recipe, self.engine)
+            pool = self.engine.backend.memory.pool
             pool.resize(padded(max(len(self.sample.forest.nodes(part)) for part in self.sample.every())))
             self.progress.stage("warm-up", WARM_STEPS)
             warm_up(self._stack, self.sample, self.recipe.train, self.recipe.how, lambda: self.progress.advance(1))

@@ -46,7 +46,7 @@ class Trials:
     def gain(self, scheme: Scheme, base_loss: float) -> float:
         """By how much the held-out loss falls."""
         with temporarily_trainable(self.stack, scheme) as parameters:
-            optimizer = optimizers.make(parameters, self.rates.train, self.how, self.stack.kernels)
+            optimizer = optimizers.make(parameters, self.rates.train, self.how, self.stack.options.backend)
             optimizer.set_rate(self.rates.peak, self.rates.bias_peak)
             _tune(self.sample, optimizer, STEPS, lambda place: self._loss(scheme.cut, place))
             return base_loss - self.heldout_loss(scheme.cut)
@@ -66,9 +66,10 @@ def warm_up(stack: Stack, sample: Sample, train: TrainConfig, how: ExecutionConf
     """
     blocks = range(stack.depth)
     able = frozenset((block, tensor) for block in blocks for tensor in stack.arch.biases)
-    frugal, stack.frugal = stack.frugal, True
+    before = stack.options.recompute
+    stack.configure(recompute="full" if before == "full" else "selective")
     parameters = schemes.apply(stack, Scheme("sparse", {}, able, frozenset(blocks)), seed=0)
-    optimizer = optimizers.make(parameters, replace(train, optimizer="adamw"), how, stack.kernels)
+    optimizer = optimizers.make(parameters, replace(train, optimizer="adamw"), how, stack.options.backend)
     optimizer.set_rate(WARM_RATE)
 
     def loss(place: int) -> torch.Tensor:
@@ -76,7 +77,7 @@ def warm_up(stack: Stack, sample: Sample, train: TrainConfig, how: ExecutionConf
         return stack.head.loss(stack.top(stack.embed(batch.tokens), batch, 0), batch.targets)
 
     _tune(sample, optimizer, WARM_STEPS, loss, tell)
-    stack.frugal = frugal
+    stack.configure(recompute=before)
     for parameter in parameters.values():
         parameter.requires_grad_(False)
         parameter.grad = None

@@ -30,17 +30,15 @@ def use_threads(asked: int) -> int:
 
 def load_stack(recipe: Recipe, engine: Engine | None = None) -> Stack:
     """The model, all of it frozen."""
-    from edgeft.engine import page_release
+    from edgeft.engine.backend import TORCH
     from edgeft.engine.load_gguf import load
 
-    page_release.enable(recipe.how.spare_memory)
+    backend = engine.backend if engine else TORCH
+    backend.memory.set_release(recipe.how.spare_memory)
     use_threads(recipe.how.threads)
-    kernels = engine.kernels if engine else None
-    lean = kernels is not None and recipe.update.method != "lora"  # PEFT needs transformers anyway
+    lean = backend.runs_blocks and recipe.update.method != "lora"  # PEFT needs transformers anyway
     stack = load(model_source(recipe.model.path), recipe.model.frozen, lean)
-    if engine:
-        stack.kernels = stack.head.kernels = kernels
-        stack.half = engine.half
+    stack.configure(backend=backend, bf16=engine is not None and engine.bf16)
     return stack
 
 

@@ -22,10 +22,9 @@ from torch import nn
 
 from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
-from edgeft.engine import optimizer, page_release
+from edgeft.engine import optimizer
 from edgeft.engine.batch import Batch, batch_of
 from edgeft.engine.limits import padded
-from edgeft.engine.pool import pool
 from edgeft.engine.stack import Stack
 from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
 from edgeft.host.system import peak_bytes, stop_signals
@@ -109,10 +108,10 @@ class Trainer:
         self.stored = schemes.stored(stack, parameters)
         self.progress = progress
         how = run.recipe.how
-        stack.recompute, stack.supervised_only, stack.prune = how.recompute, how.supervised_only, how.prune
-        stack.frugal = scheme.frugal
-        if stack.frugal and stack.kernels:
-            page_release.large_apart()  # autograd's own sums, outside the pool, left 100 to 200 MiB of holes
+        self.backend, self.memory = stack.options.backend, stack.options.backend.memory
+        stack.configure(recompute="full" if how.recompute else "selective" if scheme.frugal else "none")
+        if scheme.frugal and self.backend.runs_blocks:
+            self.memory.map_large_buffers()  # autograd's own sums, outside the pool, left 100 to 200 MiB of holes
         self.forest = Forest(train + heldout, share=how.tree)
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))
@@ -120,9 +119,9 @@ class Trainer:
         self.turn = scheme  # what the present step trains of it
         layers = schemes.int8(stack)
         self.optimizer = (
-            Qas(parameters, layers, run.recipe, stack.kernels)
+            Qas(parameters, layers, run.recipe, self.backend)
             if layers
-            else optimizer.make(parameters, run.recipe.train, how, stack.kernels)
+            else optimizer.make(parameters, run.recipe.train, how, self.backend)
         )
         self.shape = shape_of_config(stack.arch, stack.config)
         self.step = 0
@@ -136,14 +135,11 @@ class Trainer:
         self.guard = Guard()
         self.process = psutil.Process()
         longest = max(map(len, self.forest.paths))
-        process = self.process  # not through self: a trainer that is done with must go, and its run's lock with it
-        self.watch = Watch(run, progress, longest, lambda: int(process.memory_info().rss), _let_go)
+        # not through self: a trainer that is no longer used must go, and its run's lock with it
+        process, pool = self.process, self.memory.pool
+        rss, resize = lambda: int(process.memory_info().rss), lambda tokens: pool.resize(padded(tokens))
+        self.watch = Watch(run, progress, longest, rss, resize)
         self.remaining = Remaining(run.read_json(run.plan) or {}, self.schedule.steps)
-
-    @property
-    def engine(self) -> str:
-        """The code that computes, as the trunk's key names it."""
-        return "kernels" if self.stack.kernels else "torch"
 
     # ------------------------------------------------ before the first step
 
@@ -161,8 +157,8 @@ class Trainer:
             self.optimizer.clear()
         for layer in layers:
             layer.choose()
-        pool.resize(pool.rows)  # it took buffers of other widths than training does
-        page_release.trim(always=True)  # and most of it was done in plain torch, outside the pool
+        self.memory.pool.resize(self.memory.pool.rows)  # it took buffers of other widths than training does
+        self.memory.trim(always=True)  # and most of it was done in plain torch, outside the pool
         self.progress.line(f"channels chosen by the gradients of {min(CHOOSING_ROWS, len(order))} rows")
 
     # ------------------------------------------------ one step
@@ -211,8 +207,6 @@ class Trainer:
         active = {name for name in self.parameters if int(name.split(".")[1]) in blocks}
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(name in active)
-            if name not in active:
-                parameter.spare_gradient = None  # type: ignore[attr-defined]
         self.optimizer.keep(active)
 
     def _choose_tokens(self, batch: Batch, salt: int) -> None:
@@ -226,11 +220,7 @@ class Trainer:
     def loss(self, nodes: np.ndarray, batch: Batch) -> torch.Tensor:
         """Sum over the batch's targets."""
         seen = self.trunk.hidden(nodes, batch)
-        if not self.stack.prune and torch.is_grad_enabled():
-            seen.requires_grad_()  # a gradient below the cut
         hidden = self.stack.top(seen, batch, self.scheme.cut)
-        if not self.stack.supervised_only:
-            hidden = self.stack.head.everywhere(hidden)[batch.at]
         return self.stack.head.loss(hidden, batch.targets)
 
     def flops(self, batch: Batch) -> float:
@@ -261,12 +251,12 @@ class Trainer:
             with self.run.stage("trunk"):
                 found = trunk.prepare(
                     self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, self._between_trunks,
-                    self.engine,
+                    self.backend.name,
                 )  # fmt: skip
                 if found is None:
                     raise self._stopped()
             self.trunk = found
-            page_release.trim()
+            self.memory.trim()
             self._restore()
             self._fit(lambda: self.governor.pause_if_needed(self._save_before_pause))
 
@@ -278,13 +268,13 @@ class Trainer:
     def _fit(self, stopping: Callable[[], bool]) -> None:
         schedule = self.schedule
         validate_after = schedule.validate_after()
-        pool.resize(padded(max(self.run.recipe.how.micro_batch_tokens, max(map(len, self.forest.paths)))))
+        self.memory.pool.resize(padded(max(self.run.recipe.how.micro_batch_tokens, max(map(len, self.forest.paths)))))
         self.progress.stage("train", schedule.steps)
         self.progress.advance(self.step)
         if self.step == 0:
             self._choose_channels()
             begin = self.governor.worked_s()
-            of = f"{len(self.rows)} rows" + (", bf16" if self.stack.half else "")
+            of = f"{len(self.rows)} rows" + (", bf16" if self.stack.options.bf16 else "")
             of += ", int8" if self.scheme.method == "qas" else ""  # rounded before the first step
             self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
             seconds = round(self.governor.worked_s() - begin, 3)
@@ -491,11 +481,6 @@ class Trainer:
             f"stopped at step {self.step} of {self.schedule.steps}; everything so far is saved",
             f"go on with `edgeft finetune --resume --out {self.run.path}`",
         )
-
-
-def _let_go(tokens: int) -> None:
-    """Buffers of passes that were larger."""
-    pool.resize(padded(tokens))
 
 
 def damage(run: Run, progress: Progress) -> checkpoint.Tell:

@@ -96,3 +96,6 @@ def print_doctor(console: Console, machine: dict[str, Any]) -> None:
             ("profile", f"{profile['name']}: {profile['reason']}"),
         ],
     )
+    if machine["unavailable"]:
+        console.print("\nnot available on this system:", style="bold")
+        key_values(console, [(f"  {row['what']}", row["why"]) for row in machine["unavailable"]])

@@ -22,8 +22,6 @@ WAYS: dict[str, tuple[str, list[str]]] = {
     "as shipped": ("", []),
     "tree off": ("1. each token once", ["how.tree=false"]),
     "trunk rerun": ("2. the trunk once", ["how.trunk=rerun"]),
-    "all positions": ("3. head and last block where trained", ["how.supervised_only=false"]),
-    "unused gradients": ("4. no gradient that nobody uses", ["how.prune=false"]),
     "half of the tokens": ("5. token share 0.5, off as shipped", ["train.token_share=0.5"]),
     "step in place": ("6. update in place, off as shipped", ["how.step_in_place=true"]),
     "8-bit state": ("6. 8-bit optimiser state, off as shipped", ["how.optimizer_state=8bit"]),

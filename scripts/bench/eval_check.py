@@ -31,7 +31,9 @@ def choices(args: argparse.Namespace) -> None:
 
     path = args.model or Path(model_source(None))
     started = time.monotonic()
-    found = compare.evaluate(str(path), str(args.file), None, args.rows, Progress(), "choice")["tuned"]
+    found = compare.evaluate(compare.Evaluation(str(path), str(args.file), None, args.rows, "choice"), Progress())[
+        "tuned"
+    ]
     print(
         f"llama.cpp: accuracy {found['accuracy']:.2f}, per character {found['accuracy_norm']:.2f} "
         f"({time.monotonic() - started:.0f} s)",

@@ -68,10 +68,10 @@ def main() -> None:
     tokenizer = open_tokenizer(path)
     data = DataConfig(path=str(args.data / "dev.jsonl"), max_tokens=512)
     items = read_items(suite, data, tokenizer, args.rows)
-    print(f"{len(items)} rows, {sum(len(i.ask.prompt) for i in items)} prompt tokens, {path.name}", flush=True)
+    print(f"{len(items)} rows, {sum(len(i.request.prompt) for i in items)} prompt tokens, {path.name}", flush=True)
 
     started, work = time.monotonic(), time.process_time()
-    scores = compare.score_subject(compare.Subject("tuned", str(path)), items, suite, args.max_new, Progress())
+    scores = compare.score_subject(compare.Subject("tuned", str(path)), items, suite, Progress())
     ours, our_work = time.monotonic() - started, time.process_time() - work
     figures = f"loss {scores.loss:.4f}, exact match {scores.exact_match:.2f}, F1 {scores.f1:.2f}"
     print(f"edgeft: {ours:.1f} s ({our_work:.1f} s of processor time), {figures}", flush=True)
@@ -88,7 +88,7 @@ def main() -> None:
     outputs = []
     with torch.no_grad():
         for item in items:
-            ids = torch.tensor([item.ask.prompt])
+            ids = torch.tensor([item.request.prompt])
             made = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

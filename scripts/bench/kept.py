@@ -17,7 +17,6 @@ from edgeft.data.forest import Forest
 from edgeft.engine import kernels
 from edgeft.engine.batch import batch_of
 from edgeft.engine.load_gguf import load
-from edgeft.engine.pool import _use_count, pool
 from edgeft.formats.source import demo_model
 from edgeft.methods import scheme as schemes
 from edgeft.pipeline import prepare
@@ -27,18 +26,18 @@ METHODS = ("full", "bias-norm", "tinytl")
 
 def kept(recipe: config.Recipe, blocks: int, forest: Forest, rows: list[int]) -> int:
     stack = load(str(demo_model()), lean=True)
-    stack.kernels = stack.head.kernels = kernels.load()
+    stack.configure(backend=kernels.load())
     scheme = schemes.make(replace(recipe.update, blocks=blocks), stack.depth, stack.arch)
     schemes.apply(stack, scheme, 0)
-    stack.frugal = scheme.frugal
+    stack.configure(recompute="selective" if scheme.frugal else "none")
     _, batch = batch_of(forest, rows)
     hidden = stack.trunk(batch, scheme.cut)
+    pool = stack.options.backend.memory.pool
     pool.resize(len(hidden))
     loss = stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets)
-    assert _use_count is not None
-    used = [s for same in pool._free.values() for s, idle in same if _use_count(s._cdata) != idle]
+    used = pool.used_bytes()
     loss.backward()  # type: ignore[no-untyped-call]
-    return sum(storage.nbytes() for storage in used)
+    return used
 
 
 def main() -> None:

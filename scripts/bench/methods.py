@@ -112,6 +112,7 @@ class Bench:
         self.base: dict[str, Any] | None = before.get("base")
         self.found: dict[str, dict[str, Any]] = before.get("methods", {})
         suite = load_suite("choice")
+        suite.eval.max_new_tokens = 1
         arc = config.DataConfig(path=str(args.data / "arc_easy" / "validation.jsonl"), heldout_share=0.0)
         self.guard = suite, read_items(suite, arc, open_tokenizer(model_source(args.model)), args.arc_rows)
 
@@ -170,9 +171,8 @@ class Bench:
         }
 
     def scores(self, file: str, suite: Suite, items: list[Item]) -> dict[str, Any]:
-        limit = suite.eval.max_new_tokens
-        own = score_subject(Subject("tuned", file), items, suite, limit, Progress()).figures()
-        arc = score_subject(Subject("tuned", file), self.guard[1], self.guard[0], 1, Progress()).figures()
+        own = score_subject(Subject("tuned", file), items, suite, Progress()).figures()
+        arc = score_subject(Subject("tuned", file), self.guard[1], self.guard[0], Progress()).figures()
         return {"score": own[SCORE[self.name]], "figures": own, "arc_easy": arc["accuracy"], "arc_figures": arc}
 
     def search(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Many rows through llama.cpp at once: prompts as a prefix tree, options as its branches, answers token by token.
+"""Many rows through llama.cpp in one batch: prompts as a prefix tree, options as its branches, answers token by token.
 
-A row's tokens are computed in its own order, whatever other rows are in the same call.
+The result of a row does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -10,89 +10,92 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from edgeft.evaluate.ask import Ask, Progress, Response
-from edgeft.evaluate.branches import Branch, Cell, Step, common, surprise
+from edgeft.data.tokens import common_prefix
+from edgeft.evaluate.branches import Branch, Cell, Step, token_nll
+from edgeft.evaluate.request import Request, Response, RowProgress
 from edgeft.plan.limits import BATCH, CELLS, OUTPUTS
 
 if TYPE_CHECKING:
     from edgeft.evaluate.llamacpp import LlamaFile
 
-OPTIONS = 16  # of one prompt at a time: each is a sequence of its own
+OPTIONS = 16  # of one prompt at a time: each is one sequence
 
 
 @dataclass(eq=False)
 class _Job:
-    """A row, or some of its options: first branches that are read, then the answer."""
+    """A row, or some of its options: branches are read first, then the answer is generated."""
 
     row: int
     prompt: list[int]
-    targets: list[int]  # places in the prompt
-    options: dict[int, list[int]]  # by their number in the row, in the order of their tokens
-    room: int  # most tokens that the answer may have; 0: none is wanted
+    targets: list[int]  # positions in the prompt
+    options: dict[int, list[int]]  # by number in the row, sorted by tokens
+    room: int  # maximum tokens of the answer; 0: no answer
     branches: list[Branch] = field(default_factory=list)
-    output: list[int] = field(default_factory=list)  # its last token is chosen and not yet computed
+    output: list[int] = field(default_factory=list)  # its last token is sampled and not computed yet
 
     @property
     def work(self) -> int:
-        """Reading counts as much as writing, for the progress bar."""
+        """For the progress bar: reading and generating count the same."""
         return 2 if self.room else 1
 
     def planned(self) -> list[Branch]:
-        """Branches with what is wanted of them; an option's last token need not be read."""
+        """Branches with their wanted positions; the last token of an option is not read."""
         last = len(self.prompt) - 1
-        found = [
+        branches = [
             Branch(0, self.prompt + option[:-1], wanted={last + i: token for i, token in enumerate(option)})
             for option in self.options.values()
         ]
-        if not found:
-            found = [Branch(0, list(self.prompt) if self.room else self.prompt[: max(self.targets)])]
+        if not branches:
+            branches = [Branch(0, list(self.prompt) if self.room else self.prompt[: max(self.targets)])]
             if self.room:
-                found[0].wanted[last] = None
-        found[0].wanted |= {t - 1: self.prompt[t] for t in self.targets}
-        return found
+                branches[0].wanted[last] = None
+        branches[0].wanted |= {t - 1: self.prompt[t] for t in self.targets}
+        return branches
 
 
 class BatchScorer:
-    """What is asked of each row; jobs wait in the order of their prompts, so that neighbours begin alike."""
+    """Runs the requests of one call; jobs wait sorted by prompt, so that neighbours share long prefixes."""
 
-    def __init__(self, file: LlamaFile, asks: Sequence[Ask], max_new: int, progress: Progress | None) -> None:
-        if not all(ask.prompt for ask in asks):
+    def __init__(
+        self, file: LlamaFile, requests: Sequence[Request], max_new: int, progress: RowProgress | None
+    ) -> None:
+        if not all(request.prompt for request in requests):
             raise ValueError("a prompt needs at least one token")
         self.file, self.progress = file, progress
-        self.said = [Response(0.0, [0.0] * len(ask.options), [False] * len(ask.options)) for ask in asks]
+        self.responses = [Response.empty(request) for request in requests]
         self.waiting: deque[_Job] = deque()
         self.running: list[_Job] = []
         at_once = min(OPTIONS, file.parallel)
-        for row in sorted(range(len(asks)), key=lambda i: asks[i].prompt):
-            ask = asks[row]
-            file.fits(len(ask.prompt) + max([len(o) - 1 for o in ask.options], default=0))
-            order = sorted(range(len(ask.options)), key=ask.options.__getitem__)
-            room = min(max_new, file.n_ctx - len(ask.prompt) + 1) if ask.generate else 0
+        for row in sorted(range(len(requests)), key=lambda i: requests[i].prompt):
+            request = requests[row]
+            file.check_length(len(request.prompt) + max([len(o) - 1 for o in request.options], default=0))
+            order = sorted(range(len(request.options)), key=request.options.__getitem__)
+            room = min(max_new, file.n_ctx - len(request.prompt) + 1) if request.generate else 0
             for start in range(0, max(len(order), 1), at_once):
-                options = {i: ask.options[i] for i in order[start : start + at_once]}
-                targets = [] if start else ask.targets
+                options = {i: request.options[i] for i in order[start : start + at_once]}
+                targets = [] if start else request.targets
                 if targets or options or room:
-                    self.waiting.append(_Job(row, ask.prompt, targets, options, 0 if start else max(room, 0)))
+                    self.waiting.append(_Job(row, request.prompt, targets, options, 0 if start else max(room, 0)))
         self.all_work = sum(job.work for job in self.waiting)
         self.work = 0  # done so far
-        self.told = 0  # rows, as the progress was told last
-        self.promised = 0  # cells that answers may still need
+        self.reported = 0  # rows, as last reported
+        self.reserved = 0  # cells reserved for answers
 
     def run(self) -> list[Response]:
         if not self.waiting:
-            return self.said
+            return self.responses
         sizes = [len(j.prompt) + sum(len(o) - 1 for o in j.options.values()) + j.room for j in self.waiting]
         most = max(max(1, len(job.options)) for job in self.waiting)
         branches = sum(max(1, len(job.options)) for job in self.waiting)
         sequences = max(most, min(self.file.parallel, branches))
-        self.file.ready(max(sizes), sequences, wished=min(CELLS, sum(sizes)))
+        self.file.reserve(max(sizes), sequences, preferred=min(CELLS, sum(sizes)))
         self.free = list(range(sequences, 0, -1))
         try:
             self._run()
         except BaseException:
-            self.file.forget()  # branches are left in the cache
+            self.file.clear()  # it still holds branches
             raise
-        return self.said
+        return self.responses
 
     def _run(self) -> None:
         steps: deque[Step] = deque()
@@ -102,20 +105,20 @@ class BatchScorer:
                 reading = self._admit(steps)
             batch = [self._next(job) for job in self.running]
             outputs = OUTPUTS - len(batch)  # at least one: there are fewer sequences
-            while steps and len(batch) < BATCH and (outputs or not steps[0].asked):
-                outputs -= steps[0].asked
+            while steps and len(batch) < BATCH and (outputs or not steps[0].needs_logits):
+                outputs -= steps[0].needs_logits
                 batch.append(steps.popleft())
             self._compute(batch)
             for job in self.running:
                 job.output.append(job.branches[0].likeliest[len(job.branches[0].ids) - 1])
             self.running = [job for job in self.running if not self._ended(job)]
             if not steps:
-                self._settle(reading)
+                self._finish_reading(reading)
                 reading = []
-            self._tell()
+            self._report_progress()
 
     def _admit(self, steps: deque[Step]) -> list[_Job]:
-        """As many waiting jobs as there are sequences and cells for; what is to be computed goes to `steps`."""
+        """Start as many waiting jobs as there are free sequences and cells; their tokens go to `steps`."""
         admitted: list[_Job] = []
         before = self.file.held
         before.first, before.steps = len(before.ids), []
@@ -129,36 +132,36 @@ class BatchScorer:
                 shares.append(_shared(left, branch))
                 branch.first, left = shares[-1][0], branch
             needed = sum(len(b.ids) - shared for b, (_, shared) in zip(planned, shares, strict=True)) + job.room
-            if self.file.used + self.promised + needed > self.file.cells:
+            if self.file.used + self.reserved + needed > self.file.cells:
                 if admitted or self.running or not self.file.held.cells:
                     break
-                self.file.cut(self.file.held, 0)  # what is held takes the place of a long row
+                self.file.truncate(self.file.held, 0)  # the held prefix leaves no space for a long row
                 before.first = 0
                 continue
             self.waiting.popleft()
             for branch, (cached, shared) in zip(planned, shares, strict=True):
                 branch.seq = self.free.pop()
                 self.file.copy(before, branch, cached)
-                branch.steps = before.steps[: max(0, shared - before.first)]  # none, if it leaves before they begin
+                branch.steps = before.steps[: max(0, shared - before.first)]  # none, if it branches off before them
                 for step in branch.steps:
                     step.branches.append(branch)
                 new = [Step(branch.ids[p], p, Cell(), [branch]) for p in range(shared, len(branch.ids))]
                 branch.steps += new
-                self.file.take(branch, [step.cell for step in branch.steps])
+                self.file.append_cells(branch, [step.cell for step in branch.steps])
                 steps += new
                 before = branch
             job.branches = planned
-            self.promised += job.room
+            self.reserved += job.room
             admitted.append(job)
         return admitted
 
     def _next(self, job: _Job) -> Step:
-        """The answer's last token, to know the next."""
+        """The step of the last token of the answer."""
         branch = job.branches[0]
         step = Step(job.output[-1], len(branch.ids), Cell(), [branch])
         branch.wanted = {step.position: None}
         branch.ids.append(step.token)
-        self.file.take(branch, [step.cell])
+        self.file.append_cells(branch, [step.cell])
         return step
 
     def _compute(self, batch: list[Step]) -> None:
@@ -169,65 +172,65 @@ class BatchScorer:
                     branch.likeliest[step.position] = likeliest
                     token = branch.wanted[step.position]
                     if token is not None:
-                        branch.nll[step.position] = surprise(logits, token)
+                        branch.nll[step.position] = token_nll(logits, token)
 
-    def _settle(self, jobs: list[_Job]) -> None:
-        """Jobs whose branches are read: their likelihoods are known, their answers begin."""
+    def _finish_reading(self, jobs: list[_Job]) -> None:
+        """For jobs whose branches are read: write their likelihoods, start their answers."""
         if jobs and self.waiting:
             self.file.hold(jobs[-1].branches[0], min(len(jobs[-1].prompt), len(jobs[-1].branches[0].ids)))
         for job in jobs:
-            said, last = self.said[job.row], len(job.prompt) - 1
-            said.prompt_nll += sum(job.branches[0].nll[t - 1] for t in job.targets)
+            response, last = self.responses[job.row], len(job.prompt) - 1
+            response.prompt_nll += sum(job.branches[0].nll[t - 1] for t in job.targets)
             for branch, (number, option) in zip(job.branches, job.options.items(), strict=False):
-                said.option_nll[number] = sum(branch.nll[last + i] for i in range(len(option)))
-                said.option_greedy[number] = all(branch.likeliest[last + i] == t for i, t in enumerate(option))
+                response.option_nll[number] = sum(branch.nll[last + i] for i in range(len(option)))
+                response.option_greedy[number] = all(branch.likeliest[last + i] == t for i, t in enumerate(option))
             for branch in job.branches[1 if job.room else 0 :]:
                 self._release(branch)
             self.work += 1
             if not job.room:
                 continue
-            # As long as the likeliest token is the option's own, the answer needs no further step.
+            # While the likeliest token is that of the option, the answer is known without a further step.
             branch, option = job.branches[0], next(iter(job.options.values()), [])
-            job.output = said.output = [branch.likeliest[last]]
+            job.output = response.output = [branch.likeliest[last]]
             while (
                 len(job.output) < min(job.room, len(option))
                 and job.output[-1] == option[len(job.output) - 1]
-                and not self.file.eog(job.output[-1])
+                and not self.file.ends_generation(job.output[-1])
             ):
                 job.output.append(branch.likeliest[last + len(job.output)])
-            self.file.cut(branch, len(job.prompt) + len(job.output) - 1)
+            self.file.truncate(branch, len(job.prompt) + len(job.output) - 1)
             if not self._ended(job):
                 self.running.append(job)
 
     def _ended(self, job: _Job) -> bool:
-        over = self.file.eog(job.output[-1])
+        over = self.file.ends_generation(job.output[-1])
         if not over and len(job.output) < job.room:
             return False
         if over:
             job.output.pop()
         self._release(job.branches[0])
-        self.promised -= job.room
+        self.reserved -= job.room
         self.work += 1
         return True
 
     def _release(self, branch: Branch) -> None:
-        self.file.cut(branch, 0)
+        self.file.truncate(branch, 0)
         self.free.append(branch.seq)
 
-    def _tell(self) -> None:
-        """Progress is in rows, and rows are done together: what is half done counts half."""
+    def _report_progress(self) -> None:
+        """RowProgress is in rows, and rows run together: a half finished row counts half."""
         done = self.work + sum(len(job.output) / job.room for job in self.running)
-        rows = int(len(self.said) * done / self.all_work)
-        if self.progress and rows > self.told:
-            self.told = rows
-            self.progress(rows, len(self.said))
+        rows = int(len(self.responses) * done / self.all_work)
+        if self.progress and rows > self.reported:
+            self.reported = rows
+            self.progress(rows, len(self.responses))
 
 
 def _shared(before: Branch, branch: Branch) -> tuple[int, int]:
-    """(tokens that the cache has for the branch before, tokens that are computed with it or are in the cache).
+    """(tokens in the cache from the branch before, tokens in the cache or computed together with that branch).
 
-    A position whose logits are wanted must be computed: it may be shared, and not taken from the cache.
+    A position whose logits are wanted must be computed: it may be shared, but not come from the cache.
     """
-    same = common(before.ids, branch.ids, len(branch.ids))
+    same = common_prefix(before.ids, branch.ids)
     cached = min(same, before.first, min(branch.wanted))
     return cached, same if cached == before.first else cached
