@@ -24,6 +24,7 @@ from edgeft.host.profile import load_device
 from edgeft.pipeline import finetune as pipeline
 from edgeft.run import folder as run_folder
 from edgeft.run.folder import Run
+from edgeft.run.record import Allowance
 from edgeft.ui import listing
 from edgeft.ui.console import err, one_line, out, print_json, print_line
 from edgeft.ui.errors import exit_on_error
@@ -154,7 +155,8 @@ def finetune(
     run = Run.start(folder, chosen, resume)
     name = Path(model_source(chosen.model.path)).name
     Screen(err if as_json else out).line(f"run {folder} · recipe {chosen.name} · model {name}")
-    result = pipeline.finetune(run, until, budget, to_stderr=as_json, fit=fit, enforce=enforce)
+    allowed = Allowance(profile.name, budget, fit)
+    result = pipeline.finetune(run, until, allowed, to_stderr=as_json, enforce=enforce)
     if as_json:
         print_json(result)
         return

@@ -13,9 +13,11 @@ import bench
 import bench_figures as figures
 import bench_meter as meter
 import bench_peers as peers
+import common
 import pytest
 from bench_figures import BenchError
 
+PAIR = ("question", "answer")
 FIELDS = (
     "name", "seconds", "seconds_to_reference", "peak_bytes", "heldout_loss", "f1", "exact_match", "share_of_gemm",
     "curve", "settings", "tokens", "versions",
@@ -121,16 +123,16 @@ def test_banking_rows(tmp_path: Path) -> None:
     for name in ("train", "test"):
         lines = [f'"How, {name} {i}?",label_number_{i % 3}' for i in range(30)]
         (tmp_path / f"{name}.csv").write_text("\n".join(["text,category", *lines]) + "\n")
-    folder = bench.banking(tmp_path, tmp_path / "rows", 10, 5)
+    folder = common.banking_rows(tmp_path, tmp_path / "rows", 10, 5, PAIR)
     train, dev = ([json.loads(line) for line in (folder / f"{n}.jsonl").open()] for n in ("train", "dev"))
     assert (len(train), len(dev)) == (10, 5)
     assert {row["answer"] for row in train} == {"label number 0", "label number 1", "label number 2"}
     assert all(row["question"].startswith("How, test") for row in dev)
-    again = bench.banking(tmp_path, tmp_path / "again", 10, 5)
+    again = common.banking_rows(tmp_path, tmp_path / "again", 10, 5, PAIR)
     assert (again / "train.jsonl").read_bytes() == (folder / "train.jsonl").read_bytes()
     (tmp_path / "test.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(BenchError, match="no columns"):
-        bench.banking(tmp_path, tmp_path / "third", 10, 5)
+    with pytest.raises(common.Failed, match="no columns"):
+        common.banking_rows(tmp_path, tmp_path / "third", 10, 5, PAIR)
 
 
 def test_peers_validate_when_edgeft_does() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import math
@@ -19,16 +20,16 @@ import pytest
 import torch
 
 from edgeft import arch, config, plan
-from edgeft.engine.choose import Engine
 from edgeft.errors import DamagedError, EdgeftError, RunError
 from edgeft.host.disk import check
 from edgeft.host.files import sweep
 from edgeft.methods import scheme as schemes
-from edgeft.pipeline import export, planning, stages
+from edgeft.pipeline import export, resolve, stages
 from edgeft.plan import disk, memory
 from edgeft.run.events import ResumeEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
+from edgeft.run.record import Allowance
 from edgeft.train import build, checkpoint, loop, trunk
 from tests.conftest import Edgeft
 from tests.support.rows import random_row
@@ -144,22 +145,28 @@ def test_a_run_goes_on_from_damaged_files_to_the_same_weights(three_blocks: Path
 def test_a_resumed_run_keeps_its_plan(three_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planned may need less by then (kernels were compiled), and other micro-batches round otherwise."""
     rows = [random_row(256, 8, seed) for seed in range(48)]
-    run = start(tmp_path / "run", three_blocks, "how.micro_batch_tokens=4096")
+    run = start(tmp_path / "run", three_blocks, "how.micro_batch_tokens=4096", "how.compile=off")
 
-    def planned(budget_bytes: int) -> tuple[config.ExecutionConfig, int]:
-        """As the train stage does, which knows its engine: (how, peak)."""
+    def resolved(budget_bytes: int) -> tuple[config.ExecutionConfig, int]:
+        """As the train stage does: (how, planned peak)."""
         fresh = again(run)
-        fresh.recipe.how.compile, fresh.recipe.how.products = "off", "fp32"
-        found = planning.make_plan(fresh, rows, rows[:4], budget_bytes, Progress(), Engine(None))
-        return fresh.recipe.how, found["peak_bytes"]
+        asked = copy.deepcopy(fresh.recipe)
+        record, _ = resolve.resolve(fresh, (rows, rows[:4]), Allowance(budget_bytes=budget_bytes), Progress())
+        assert fresh.recipe == asked == record.asked
+        figures = fresh.read_json(fresh.plan)
+        assert figures is not None
+        return record.recipe.how, figures["peak_bytes"]
 
-    asked, free = planned(64 << 30)
+    asked, free = resolved(64 << 30)
     budget = int(0.95 * free)
-    tight, _ = planned(budget)
+    tight, _ = resolved(budget)
     assert tight != asked
+    written = run.record.read_bytes()
     monkeypatch.setattr(memory, "TRANSFORMERS_BYTES", 1 << 20)  # everything needs less now
-    assert planned(budget)[0] == tight
-    assert planned(budget + 1)[0] == asked  # told otherwise
+    run.plan.write_text('{"peak_bytes": 1}')  # figures, not the record
+    assert resolved(budget)[0] == tight
+    assert run.record.read_bytes() == written
+    assert resolved(budget + 1)[0] == asked  # told otherwise
 
 
 def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:
@@ -311,9 +318,9 @@ def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
 def test_checkpoints_take_a_small_share_of_the_time(three_blocks: Path, tmp_path: Path) -> None:
     run = start(tmp_path / "run", three_blocks)
     trainer: Any = loop.Trainer.__new__(loop.Trainer)
-    trainer.run, trainer.save_s = run, 6.0
+    trainer.recipe, trainer.save_s = run.recipe, 6.0
     assert trainer._save_every() == 0
-    run.recipe.how.checkpoint_s = 120.0
+    trainer.recipe = config.apply_sets(run.recipe, ["how.checkpoint_s=120"])
     assert trainer._save_every() == 300
     trainer.save_s = random.uniform(0, 2.4)
     assert trainer._save_every() == 120

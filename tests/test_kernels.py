@@ -28,8 +28,8 @@ from edgeft.engine.stack import Stack
 from edgeft.errors import ConfigError, EdgeftError, RunError
 from edgeft.formats import ggml
 from edgeft.methods import scheme as schemes
-from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
+from edgeft.run.record import EngineChoice
 from tests.support.rows import FOREST_ROWS as ROWS
 from tests.support.rows import forest_parents
 
@@ -390,46 +390,44 @@ def test_auto_compiles_only_what_pays(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(kernels, "load", lambda: library)
     monkeypatch.setenv("EDGEFT_CACHE", str(tmp_path))  # nothing is built there
 
-    def chosen(name: str, flops: float, how: str = "auto", head: int = 64) -> Backend:
-        (tmp_path / name).mkdir(exist_ok=True)
-        run = Run(tmp_path / name, Recipe(how=ExecutionConfig(compile=how)))
-        return choose.choose(run, head, "silu", flops, lines).backend
+    def chosen(flops: float, how: str = "auto", head: int = 64, before: bool | None = None) -> Backend:
+        kept = None if before is None else EngineChoice(before, half=False)
+        return choose.choose(Recipe(how=ExecutionConfig(compile=how)), head, "silu", flops, lines, kept).backend
 
-    assert chosen("short", 1e9) is TORCH  # a hundredth of a second of work
-    assert chosen("long", 1e15) is library
-    assert chosen("off", 1e15, "off") is TORCH
+    assert chosen(1e9) is TORCH  # a hundredth of a second of work
+    assert chosen(1e15) is library
+    assert chosen(1e15, "off") is TORCH
     (said,) = lines.said  # once, for the long one
     assert said.startswith("compiled edgeft's kernels")
     monkeypatch.setattr(compiled, "compiler", lambda: None)
-    assert chosen("bare", 1e15) is TORCH
+    assert chosen(1e15) is TORCH
     assert "no C++ compiler" in lines.said[1]
-    assert chosen("long", 1e9) is library  # as it began
-    assert chosen("short", 1e15, "on") is TORCH
-    assert chosen("odd", 1e15, "on", head=64) is library
+    assert chosen(1e9, before=True) is library  # as it began
+    assert chosen(1e15, "on", before=False) is TORCH
+    assert chosen(1e15, "on", head=64) is library
     with pytest.raises(EdgeftError, match="heads"):
-        chosen("odder", 1e15, "on", head=42)
+        chosen(1e15, "on", head=42)
 
 
 def test_a_run_keeps_its_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library = kernels.load()
 
-    def half(name: str, products: str = "auto", how: str = "on") -> bool:
-        (tmp_path / name).mkdir(exist_ok=True)
-        run = Run(tmp_path / name, Recipe(how=ExecutionConfig(compile=how, products=products)))
-        return choose.choose(run, 64, "silu", 1e15, Lines()).bf16
+    def half(products: str = "auto", how: str = "on", before: EngineChoice | None = None) -> bool:
+        recipe = Recipe(how=ExecutionConfig(compile=how, products=products))
+        return choose.choose(recipe, 64, "silu", 1e15, Lines(), before).bf16
 
     told = ["x86_64flags\t\t: fpu avx512_bf16 avx512_vnni"]
     monkeypatch.setattr(compiled, "_processor", lambda: told[0])
     monkeypatch.setattr(kernels, "load", lambda: library)
-    assert half("fast")
-    assert not half("plain", how="off")
-    assert not half("asked", "fp32")
+    assert half()
+    assert not half(how="off")
+    assert not half("fp32")
     told[0] = "x86_64flags\t\t: fpu avx512f avx512_vnni"
-    assert not half("slow")
-    assert half("fast")  # as it began
-    assert half("wanted", "bf16")
+    assert not half()
+    assert half(before=EngineChoice(kernels=True, half=True))  # as it began
+    assert half("bf16")
     with pytest.raises(ConfigError, match="kernels"):
-        half("none", "bf16", "off")
+        half("bf16", "off")
 
 
 def test_lean_is_the_same_model(model: Path) -> None:

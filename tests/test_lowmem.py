@@ -35,6 +35,7 @@ from edgeft.host.limit import can_make_group
 from edgeft.methods import scheme
 from edgeft.plan import shape_of
 from edgeft.run.folder import Run
+from edgeft.run.record import EngineChoice, Resolved
 from edgeft.train import checkpoint
 
 TEXT = "Every linear layer keeps its packed weights in the mapped file, and nothing else."
@@ -302,8 +303,8 @@ def test_the_check_of_an_export_runs_through_the_kernels(tiny: Path, tmp_path: P
 @needs_compiler
 def test_an_export_is_checked_with_the_kernels_that_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.start(tmp_path / "run", Recipe(), False)
-    assert choose.recalled(run) is None  # of a run from before, or trained in plain torch
-    run.write_json(run.path / "engine.json", {"kernels": True, "half": True})
+    assert choose.recalled(run) is None  # nothing is decided yet
+    run.write_record(Resolved(Recipe(), Recipe(), "auto", 0, EngineChoice(kernels=True, half=True), "", ""))
     own = kernels.load()
     found = choose.recalled(run)
     assert found is not None
@@ -341,7 +342,7 @@ def test_rows_for_the_limits_have_the_length_that_is_asked_for(tmp_path: Path, m
     from edgeft.data import rows as data_rows
     from edgeft.data import tokens as data_tokens
 
-    limits.write_rows(tmp_path / "rows", 8, 256)
+    limits.passage_rows(tmp_path / "rows", 8, 256)
     found = data_rows.load(DataConfig(path=str(tmp_path / "rows")))
     encoded, dropped = data_tokens.encode_rows(found.train, GgufTokenizer(model), 256)
     assert (len(encoded), dropped) == (8, [])

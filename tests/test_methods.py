@@ -631,7 +631,7 @@ def test_the_search_of_a_run_takes_any_model(
     some = [Encoded(np.array([*IDS[n:], *IDS[:n]], np.int32), np.arange(len(IDS)) >= 8, Row([], [])) for n in range(16)]
     tokens.save(run.tokens, some[:12], some[12:])
     stages.train(run, Progress())
-    biased = {tensor for part in run.recipe.update.parts if part.biases for tensor in part.tensors}
+    biased = {tensor for part in run.effective.update.parts if part.biases for tensor in part.tensors}
     assert biased == set(arch.get(family.lower()).biases)
     assert run.searched.is_file()
     done = run.read_json(run.done)

@@ -324,7 +324,7 @@ def test_the_command_writes_a_recipe_that_can_be_used(tiny: Path, data: Path, tm
     assert "edgeft finetune --recipe" in shown.stdout
     small = edgeft(*COMMAND, "--model", tiny, "--data", data, "-o", tmp_path / "none.yaml", "--memory", "5MiB")
     assert small.returncode == 3, small.stderr
-    assert "the least that can be trained" in small.stderr
+    assert "the smallest scheme needs" in small.stderr
     assert not list(tmp_path.glob("none*"))
     for bad, code in [(["--memory", "much"], 2), (["--resume"], 6)]:
         refused = edgeft(*COMMAND, "--model", tiny, "--data", data, "-o", tmp_path / "none.yaml", *bad)
@@ -379,9 +379,9 @@ def test_auto_finds_what_is_trained_and_keeps_it(tiny: Path, data: Path, tmp_pat
     result = edgeft(*call)
     assert result.returncode == 0, result.stderr
     run = Run.open(folder)
-    assert run.recipe.update.blocks == "auto"
-    assert run.recipe.update.parts
-    assert not run.recipe.update.needs_search
+    assert run.recipe.update.needs_search  # as asked
+    assert run.effective.update.parts
+    assert not run.effective.update.needs_search
     found = json.loads((folder / "search.json").read_text())
     assert json.loads(result.stdout)["trained_parameters"] == found["trained_parameters"]
     assert found["peak_bytes"] <= found["budget"]["memory_bytes"]
@@ -392,7 +392,7 @@ def test_auto_finds_what_is_trained_and_keeps_it(tiny: Path, data: Path, tmp_pat
     (folder / "done.json").unlink()
     again = edgeft(*call, "--resume")  # `auto` asked for anew is what was found
     assert again.returncode == 0, again.stderr
-    assert Run.open(folder).recipe.update.parts == run.recipe.update.parts
+    assert Run.open(folder).effective == run.effective
     assert json.loads((folder / "plan.json").read_text())["how"] == planned["how"]
 
 
@@ -400,11 +400,11 @@ def test_auto_finds_what_is_trained_and_keeps_it(tiny: Path, data: Path, tmp_pat
 def test_a_short_run_is_not_searched_for(tiny: Path, data: Path, tmp_path: Path, edgeft: Edgeft) -> None:
     result = edgeft(*auto_call(tiny, data, tmp_path / "run", 1))
     assert result.returncode == 0, result.stderr
-    assert "it would take longer than this training" in result.stderr
-    recipe = Run.open(tmp_path / "run").recipe
+    assert "the search would take longer than this training" in result.stderr
+    recipe = Run.open(tmp_path / "run").effective
     assert [part.blocks for part in recipe.update.parts] == [UpdateConfig().blocks]
     assert recipe.update.parts[0].tensors == config.load_recipe("sparse-rule").update.tensors
-    assert not (tmp_path / "run" / "search.json").exists()
+    assert "skipped" in json.loads((tmp_path / "run" / "search.json").read_text())
 
 
 def test_auto_is_a_part_of_the_recipe() -> None:

@@ -21,6 +21,7 @@ from edgeft.host import device, limit
 from edgeft.pipeline import finetune
 from edgeft.run import supervise
 from edgeft.run.folder import Run
+from edgeft.run.record import Allowance
 from tests.conftest import Edgeft
 from tests.support.rows import small_rows
 
@@ -88,7 +89,7 @@ def test_a_stage_that_takes_more_than_its_limit_is_told(run: Run, monkeypatch: p
     monkeypatch.setattr(finetune, "hard_limit", noted)
     fake(monkeypatch, "taken = bytearray(b'1') * (400 << 20)")
     with pytest.raises(DoesNotFitError, match="the prepare stage used more than 128 MiB and was killed") as caught:
-        finetune.finetune(run, "eval", 128 << 20, enforce=True)
+        finetune.finetune(run, "eval", Allowance(budget_bytes=128 << 20), enforce=True)
     assert caught.value.exit_code == 3
     assert len(groups) == 1
     assert not [path for _, group in device.control_groups(device.ROOT, "memory") for path in group.glob("edgeft-*")]
@@ -103,7 +104,7 @@ def test_without_groups_a_stage_is_refused_what_goes_beyond_its_limit(
         "from edgeft.pipeline import stages, worker\nstages.do_stage = lambda *_: bytearray(1 << 30)\nworker.main()",
     )
     with pytest.raises(DoesNotFitError, match="the system gave the prepare stage no more memory") as caught:
-        finetune.finetune(run, "eval", 600 << 20, enforce=True)
+        finetune.finetune(run, "eval", Allowance(budget_bytes=600 << 20), enforce=True)
     assert caught.value.exit_code == 3
 
 
@@ -131,7 +132,7 @@ def test_the_lock_is_held_by_parent_and_stage(run: Run, monkeypatch: pytest.Monk
         "try: fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
         "except OSError: " + ANSWER,
     )
-    assert supervise.StageRunner(run, 0, False).do("prepare") == 5
+    assert supervise.StageRunner(run).do("prepare") == 5
     with pytest.raises(RunError, match="in use"):
         Run.start(run.path, run.recipe, True)
 
@@ -143,7 +144,7 @@ def test_the_users_own_files_are_not_imported(run: Run, monkeypatch: pytest.Monk
     run.recipe.data.path = str(tmp_path / "none.jsonl")
     run.recipe_file.write_text(config.dump(run.recipe))
     with pytest.raises(EdgeftError, match=r"none\.jsonl") as caught:
-        supervise.StageRunner(run, 0, False).do("prepare")
+        supervise.StageRunner(run).do("prepare")
     assert caught.value.exit_code == 4
 
 

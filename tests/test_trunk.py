@@ -83,7 +83,8 @@ def prepare(
     recipe = config.apply_sets(config.Recipe(), ["how.micro_batch_tokens=16", *sets])
     folder.mkdir(parents=True, exist_ok=True)
     said = Lines()
-    found = trunk.prepare(Run(folder, recipe), stack, f, CUT, id, said, stop or (lambda: False), **more)
+    job = trunk.Job(stack, f, CUT, recipe, id, **more)
+    found = trunk.prepare(Run(folder, recipe), job, said, stop or (lambda: False))
     return found, said
 
 
@@ -231,7 +232,7 @@ def test_the_least_recently_used_goes_and_one_in_use_stays(tmp_path: Path, stack
 
 def test_two_at_once_make_it_once(tmp_path: Path, stack: Stack, shared: Path) -> None:
     """flock is between open files: two threads stand for two processes."""
-    entry = cache.Entry(shared / trunk.key(FOREST, CUT, "fp16", stack.width, "weights", "packed")[:32])
+    entry = cache.Entry(shared / trunk.Job(stack, FOREST, CUT, config.Recipe(), "weights").key()[:32])
     assert entry.acquire(lambda: False, lambda: False, lambda: None) == "make"
     found: list[tuple[trunk.Trunk | None, Lines]] = []
     waiting = threading.Thread(target=lambda: found.append(prepare(tmp_path / "b", stack)))

@@ -88,7 +88,7 @@ class Watched:
 
     @property
     def tokens(self) -> int:
-        return self.run.recipe.how.micro_batch_tokens
+        return self.watch.tokens
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])

@@ -17,6 +17,7 @@ from edgeft.errors import ConfigError, EdgeftError
 from edgeft.host import cache
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
+from edgeft.run.record import EngineChoice
 
 SLOWER = "training runs in plain torch, at about half the speed"
 
@@ -34,22 +35,12 @@ class Engine:
         return self.backend is not TORCH
 
 
-def choose(run: Run, head_width: int, gate: str, flops: float, progress: Progress) -> Engine:
-    """The engine that the run's record names, or else a choice, which is recorded; flops: of the planned work."""
-    note = run.path / "engine.json"
-    before = run.read_json(note) or {}  # damaged or of another form: as if there were none
-    recorded = {key: value for key, value in before.items() if key in ("kernels", "half") and isinstance(value, bool)}
-    engine = decide(run.recipe, head_width, gate, flops, recorded, progress)
-    run.write_json(note, {"kernels": engine.compiled, "half": engine.bf16})
-    return engine
-
-
-def decide(
-    recipe: Recipe, head_width: int, gate: str, flops: float, recorded: dict[str, bool], progress: Progress
+def choose(
+    recipe: Recipe, head_width: int, gate: str, flops: float, progress: Progress, before: EngineChoice | None = None
 ) -> Engine:
-    """recorded: `kernels` and `half` as the run began, as far as they are known."""
-    if "kernels" in recorded:
-        wanted, reason = recorded["kernels"], "as the run began"
+    """flops: of the planned work; before: what an earlier process of the same run chose."""
+    if before is not None:
+        wanted, reason = before.kernels, before.why
     else:
         wanted, reason = _wants_kernels(recipe, flops)
         if reason.endswith(SLOWER):
@@ -60,15 +51,14 @@ def decide(
             raise EdgeftError("edgeft's kernels cannot run this model's heads", "--set how.compile=off")
         backend, reason = TORCH, f"edgeft's kernels cannot run this model's heads: {SLOWER}"
         progress.line(reason)
-    if (bf16 := recorded.get("half")) is None:
-        bf16 = _multiplies_bf16(recipe.how.products, backend is not TORCH)
+    bf16 = before.half if before else _multiplies_bf16(recipe.how.products, backend is not TORCH)
     return Engine(backend, bf16, reason)
 
 
 def recalled(run: Run) -> Engine | None:
     """The kernels that trained a run, if they are still built; float32, since what is exported is compared with it."""
-    before = run.read_json(run.path / "engine.json") or {}
-    return Engine(kernels.load()) if before.get("kernels") is True and compiled.is_built() else None
+    before = run.recorded()
+    return Engine(kernels.load()) if before and before.engine.kernels and compiled.is_built() else None
 
 
 def _multiplies_bf16(products: str, by_kernels: bool) -> bool:

@@ -123,7 +123,7 @@ def evaluate_run(run: Run, rows: list[Encoded], progress: Progress, base: str | 
     """The base and the tuned model, both in the trainer, on rows of the run."""
     source = model_source(run.recipe.model.path)
     subjects = [
-        Subject("base", base or source, frozen=run.recipe.model.frozen, trainer=True),
+        Subject("base", base or source, frozen=run.effective.model.frozen, trainer=True),
         Subject("tuned", source, run, trainer=True),
     ]
     return _compare_on_rows(subjects, run, rows, run.recipe.eval.max_new_tokens, progress)
@@ -217,7 +217,7 @@ def subjects_of(target: str, base: str | None, progress: Progress) -> tuple[list
     is_run = run is not None and run.path == Path(target)
     if run is not None and is_run:
         source = model_source(run.recipe.model.path)
-        frozen = run.recipe.model.frozen if not base else "auto"
+        frozen = run.effective.model.frozen if not base else "auto"
         return [
             Subject("base", base or source, frozen=frozen, trainer=True),
             Subject("tuned", source, run, trainer=True),

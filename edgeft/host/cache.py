@@ -1,6 +1,6 @@
-"""The folder that all runs share: trunk states by the key of all they depend on, and the hashes of weight files.
+"""The cache folder that all runs share: trunk states by a key of their inputs, and hashes of weight files.
 
-An entry is made by one process, used by any number at once, and taken away only when nobody uses it.
+One process makes an entry, any number use it at once, and it is deleted only while no process uses it.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from typing import Any
 from edgeft.host.files import read_json, write_json
 from edgeft.host.locks import LockFile
 
-POLL_S = 0.2  # while another process makes what is wanted
+POLL_S = 0.2  # while another process makes the entry
 
 PIECE = 1 << 20  # bytes hashed at a time
 
 
 def folder() -> Path | None:
-    """EDGEFT_CACHE, or `edgeft` in the user's cache folder; None where there is no home folder."""
+    """EDGEFT_CACHE, or `edgeft` in the user's cache folder; None without a home folder."""
     override = os.environ.get("EDGEFT_CACHE")
     if override:
         return Path(override).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "edgeft"  # relative ones: ignored
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "edgeft"  # a relative one is ignored
     except RuntimeError:
         return None
 
 
 def private(path: Path) -> None:
-    """Makes a folder that nobody else may look into: what lies here is made from the user's data, or is run."""
+    """Makes a folder that only its user can read: its files are made from the user's data, or are executed."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with contextlib.suppress(OSError):  # of another user, or a file system that knows no modes
+    with contextlib.suppress(OSError):  # another user's, or a file system without modes
         path.chmod(0o700)
 
 
 def trunks() -> Path | None:
-    found = folder()
-    return found / "trunk" if found else None
+    root = folder()
+    return root / "trunk" if root else None
 
 
 def searches() -> Path | None:
-    """Contributions that `edgeft search` has found."""
-    found = folder()
-    return found / "search" if found else None
+    """Contributions that `edgeft search` measured."""
+    root = folder()
+    return root / "search" if root else None
 
 
 class Entry:
-    """A folder with a lock: held alone while it is being made, together with others while it is used."""
+    """A folder with a lock: exclusive while it is made, shared while it is used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class Entry:
         write_json(self.note_file, values)
 
     def bytes(self) -> int:
-        """What it takes on the disk."""
+        """Its size on the disk."""
         total = 0
         with contextlib.suppress(OSError):
             for file in self.path.iterdir():
@@ -76,7 +76,7 @@ class Entry:
         return total
 
     def used(self) -> float:
-        """When it was last taken into use, in seconds since 1970."""
+        """When it was last acquired, in seconds since 1970."""
         with contextlib.suppress(OSError):
             return self.lock_file.stat().st_mtime
         return 0.0
@@ -137,13 +137,13 @@ class Entry:
 
 def entries(root: Path) -> list[Entry]:
     """The least recently used first."""
-    found = [Entry(path) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    return sorted(found, key=lambda entry: entry.used())
+    every = [Entry(path) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return sorted(every, key=lambda entry: entry.used())
 
 
 @contextlib.contextmanager
 def changing(root: Path) -> Iterator[None]:
-    """One process at a time makes room and takes it."""
+    """One process at a time deletes entries and reserves space."""
     private(root.parent)
     private(root)
     with contextlib.closing(LockFile(root / "lock")) as lock:
@@ -152,35 +152,35 @@ def changing(root: Path) -> Iterator[None]:
 
 
 def make_room(root: Path, keep: Entry, need: int, limit: int) -> list[str]:
-    """Takes away the least recently used entries until `need` bytes more stay within the limit; their names."""
-    there = [entry for entry in entries(root) if entry.path != keep.path]
-    total = sum(entry.bytes() for entry in there) + need
-    gone = []
-    for entry in there:
+    """Deletes the least recently used entries until `need` more bytes stay within the limit; their names."""
+    others = [entry for entry in entries(root) if entry.path != keep.path]
+    total = sum(entry.bytes() for entry in others) + need
+    deleted = []
+    for entry in others:
         if total <= limit:
             break
         size = entry.bytes()
-        if _take_away(entry):
+        if _delete_if_unused(entry):
             total -= size
-            gone.append(entry.path.name)
-    return gone
+            deleted.append(entry.path.name)
+    return deleted
 
 
 def remember(entry: Entry, run: Path) -> None:
-    """Writes down that a run uses a shared entry."""
+    """Records that a run uses a shared entry."""
     with changing(entry.path.parent):
         note = entry.note
         entry.write_note({**note, "runs": sorted({*_users(note), str(run.resolve())})})
 
 
 def _users(note: dict[str, Any]) -> list[str]:
-    """Runs that use an entry, and are still there."""
-    found = note.get("runs")
-    return [str(run) for run in found if Path(str(run), "recipe.yaml").is_file()] if isinstance(found, list) else []
+    """Runs that use an entry and still exist."""
+    runs = note.get("runs")
+    return [str(run) for run in runs if Path(str(run), "recipe.yaml").is_file()] if isinstance(runs, list) else []
 
 
 def forget(run: Path) -> int:
-    """Takes a run's entries out of the shared cache, if no other run uses them; bytes freed."""
+    """Deletes a run's entries in the shared cache unless another run uses them; bytes freed."""
     root, freed = trunks(), 0
     if root is None or not root.is_dir():
         return 0
@@ -191,7 +191,7 @@ def forget(run: Path) -> int:
             if mine not in users:
                 continue
             size = entry.bytes()
-            if users == [mine] and _take_away(entry):
+            if users == [mine] and _delete_if_unused(entry):
                 freed += size
             elif entry.note_file.is_file():
                 entry.write_note({**entry.note, "runs": [user for user in users if user != mine]})
@@ -203,19 +203,19 @@ def clear(root: Path) -> tuple[int, int]:
     freed = kept = 0
     for entry in entries(root):
         size = entry.bytes()
-        if _take_away(entry):
+        if _delete_if_unused(entry):
             freed += size
         else:
             kept += 1
     return freed, kept
 
 
-def _take_away(entry: Entry) -> bool:
+def _delete_if_unused(entry: Entry) -> bool:
     try:
         if not entry.lock_if_unused():
             return False
         entry.delete()
-    except OSError:  # of another user, or a read-only disk
+    except OSError:  # another user's, or a read-only disk
         return False
     finally:
         entry.close()
@@ -223,7 +223,7 @@ def _take_away(entry: Entry) -> bool:
 
 
 def listing(root: Path) -> list[dict[str, Any]]:
-    """What `edgeft cache` shows, the last used first."""
+    """The rows of `edgeft cache`, the last used first."""
     rows = []
     for entry in reversed(entries(root)):
         note, size, used = entry.note, entry.bytes(), entry.used()
@@ -247,22 +247,22 @@ def listing(root: Path) -> list[dict[str, Any]]:
 
 
 def file_hash(file: Path) -> str:
-    """SHA-256 of a whole file, remembered for as long as its size and its times stay."""
+    """SHA-256 of a whole file, cached for as long as its size and times stay the same."""
     status = file.stat()
     state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     root = folder()
     memory = root / "weights.json" if root else None
     known = (read_json(memory) if memory else None) or {}
-    found = known.get(str(file.resolve()))
-    if isinstance(found, list) and found[:-1] == state:
-        return str(found[-1])
+    cached = known.get(str(file.resolve()))
+    if isinstance(cached, list) and cached[:-1] == state:
+        return str(cached[-1])
     digest = hashlib.sha256()
     with file.open("rb") as handle:
         while piece := handle.read(PIECE):
             digest.update(piece)
     if memory is not None:
         kept = list(known.items())[-255:]
-        with contextlib.suppress(Exception):  # without it, it is only slower
+        with contextlib.suppress(Exception):  # without the cache it is only slower
             private(memory.parent)
             write_json(memory, {**dict(kept), str(file.resolve()): [*state, digest.hexdigest()]})
     return digest.hexdigest()

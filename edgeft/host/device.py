@@ -1,6 +1,6 @@
-"""Probe of this machine: the memory, cores and CPU that a run here really gets.
+"""Probe of this machine: the memory, cores and CPU that a run can use here.
 
-Nothing here imports torch, and every reader takes the root of a file tree: another machine's can be read too.
+Nothing here imports torch, and every reader takes the root of a file tree, which may be another machine's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ROOT = Path("/")
 # share that a Raspberry Pi 5 profile leaves (6 of 8 GiB).
 BUDGET_SHARE = 0.75
 
-# Laptops and PCs are built to run hotter than boards: most throttle at 95 to 105 °C. A board says what it is in its
-# device tree, and gets the defaults, which keep a Raspberry Pi below its 80 °C.
+# Laptops and PCs run hotter than boards: most throttle at 95 to 105 °C. A board is known by its device tree and gets
+# the defaults, which keep a Raspberry Pi below its 80 °C.
 PC_HEAT = {"target_celsius": 85.0, "limit_celsius": 95.0}
 
-# What /proc/cpuinfo of an ARM machine says instead of a name: (implementer, part).
+# /proc/cpuinfo of an ARM machine has (implementer, part) instead of a name.
 ARM_CORES = {
     (0x41, 0xD03): "Cortex-A53",
     (0x41, 0xD05): "Cortex-A55",
@@ -48,10 +48,10 @@ ARM_CORES = {
 
 
 def read_text(path: Path) -> str:
-    """What a small file says, without surrounding white space and NULs; "" when it is absent or cannot be read."""
+    """The text of a small file, without surrounding white space and NULs; "" if it is absent or unreadable."""
     try:
         return path.read_bytes().decode("utf-8", "replace").strip(" \t\r\n\0")
-    except OSError:  # sensors that sleep answer with an error instead of a value
+    except OSError:  # a sleeping sensor gives an error instead of a value
         return ""
 
 
@@ -140,7 +140,7 @@ def stat_value(path: Path, name: str) -> int | None:
 class Memory:
     physical_bytes: int
     limit_bytes: int | None  # tightest control group that is below the physical memory
-    available_bytes: int  # what could be taken now without swapping
+    available_bytes: int  # can be allocated now without swapping
 
     @property
     def ram_bytes(self) -> int:
@@ -158,35 +158,35 @@ def memory(root: Path = ROOT) -> Memory:
     if "MemTotal" in info:
         physical = info["MemTotal"]
         available = info.get("MemAvailable", info.get("MemFree", 0))
-    else:  # macOS
+    else:  # macOS, Windows
         import psutil
 
-        seen = psutil.virtual_memory()
-        physical, available = int(seen.total), int(seen.available)
+        virtual = psutil.virtual_memory()
+        physical, available = int(virtual.total), int(virtual.available)
 
     limit = physical
     for version, group in control_groups(root, "memory"):
         if version == 2:
-            # Above memory.high a process is slowed down until it stands still: for us the same as a limit.
+            # Above memory.high a process is throttled until it makes no progress: the same as a limit here.
             limits = [read_int(group / "memory.max"), read_int(group / "memory.high")]
             used, stat, before = read_int(group / "memory.current"), group / "memory.stat", ""
         else:
-            # hierarchical_memory_limit also knows the parents that a container cannot see.
+            # hierarchical_memory_limit includes parents that a container cannot see.
             stat, before = group / "memory.stat", "total_"
             limits = [read_int(group / "memory.limit_in_bytes"), stat_value(stat, "hierarchical_memory_limit")]
             used = read_int(group / "memory.usage_in_bytes")
         here = min((n for n in limits if n is not None and n > 0), default=physical)
         if here < physical:
             limit = min(limit, here)
-            # Cached file pages count as used, those of mapped weights too, and are given up when somebody needs the
-            # room; what lies in memory alone (tmpfs) is not among these two.
+            # Cached file pages count as used, those of mapped weights too, and are dropped on demand; tmpfs is in
+            # neither of these two.
             cached = sum(stat_value(stat, f"{before}{kind}_file") or 0 for kind in ("inactive", "active"))
             available = min(available, max(0, here - max(0, (used or 0) - cached)))
     return Memory(physical, limit if limit < physical else None, available)
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPUs' worth of time that the control groups grant, None when they set no limit."""
+    """CPUs' worth of time that the control groups allow; None: no limit."""
     quota = math.inf
     for version, group in control_groups(root, "cpu"):
         if version == 2:
@@ -222,7 +222,7 @@ def cpu_facts(root: Path = ROOT) -> list[dict[str, str]]:
 
 
 def cpu_name(root: Path = ROOT) -> str:
-    """`Intel(R) Core(TM) i5-8250U CPU @ 1.60GHz`, `Cortex-A76`, `Apple M1`; of big.LITTLE all kinds: `A + B`."""
+    """`Intel(R) Core(TM) i5-8250U CPU @ 1.60GHz`, `Cortex-A76`, `Apple M1`; big.LITTLE: `A + B`."""
     kinds: list[str] = []
     for fact in cpu_facts(root):
         name = fact.get("model name", "")
@@ -241,13 +241,13 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def gemm_cache() -> Path | None:
-    """The user's cache file; None where there is no home folder."""
+    """The user's cache file; None without a home folder."""
     folder = cache.folder()
     return folder / "gemm.json" if folder else None
 
 
 def gemm_key(cpu: str, threads: int) -> str:
-    """The rate depends on the CPU, the library and the threads, and on nothing else that lasts."""
+    """The rate depends on the CPU, the library and the threads."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -256,12 +256,12 @@ def gemm_key(cpu: str, threads: int) -> str:
 
 
 def bytes_key(cpu: str, threads: int) -> str:
-    """Under which it is kept how many bytes a second are moved and written."""
+    """The key of the rates of copying and writing."""
     return f"{gemm_key(cpu, threads)} | bytes"
 
 
 def read_gemm_cache() -> dict[str, dict[str, float]]:
-    """Key → dtype → GFLOPS, and by `bytes_key` GB/s. What is damaged is left out, and will be measured again."""
+    """Key → dtype → GFLOPS, and by `bytes_key` GB/s. Damaged entries are left out and measured again."""
     path = gemm_cache()
     try:
         entries = json.loads(read_text(path)) if path else {}
@@ -288,6 +288,6 @@ def this_machine(root: Path = ROOT) -> Device:
         budget_bytes=int(ram * BUDGET_SHARE),
         cores=count,
         gemm_gflops=read_gemm_cache().get(gemm_key(cpu, count), {}).get("fp32", 0.0),
-        how={"threads": count},  # "all cores" would overlook a container's quota
+        how={"threads": count},  # "all cores" would ignore a container's quota
         governor={} if read_text(root / "proc/device-tree/model") else dict(PC_HEAT),
     )

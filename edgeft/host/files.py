@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: atomic writes, JSON, leftovers of killed processes."""
+"""Atomic writes, JSON files, temporary files of killed processes, reads and writes at an offset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEFT = re.compile(r"\..+\.(\d{1,9})(?:\.[^.]*)?\.tmp")  # the number is its pro
 
 @contextlib.contextmanager
 def wrap_os_errors(path: Path, hint: str = "choose another place with -o") -> Iterator[None]:
-    """Turns what the system says about a failed write into one line and a hint."""
+    """Turns an OSError of a write into a RunError with a hint."""
     try:
         yield
     except OSError as error:
@@ -36,7 +36,7 @@ def wrap_os_errors(path: Path, hint: str = "choose another place with -o") -> It
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its place only when it is whole and on the disk."""
+    """A file that replaces `path` only once it is complete and on the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with wrap_os_errors(path):
         if not path.parent.is_dir():
@@ -48,7 +48,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
-            with contextlib.suppress(OSError):  # what went wrong first is told
+            with contextlib.suppress(OSError):  # the first error is the one to report
                 temporary.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
@@ -68,25 +68,25 @@ def sync_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path, locked: bool = False) -> None:
-    """Takes away what processes that were killed left half written; locked: only this one writes there."""
+    """Deletes temporary files of killed processes; locked: no other process writes in this folder."""
     import psutil
 
     for path in folder.glob(".*.tmp"):
         owner = _LEFT.fullmatch(path.name)
-        # by the number alone, one that was killed a moment ago, or another that has its number now, would seem alive
+        # by its number, a process that is still ending, or another with the same number, would seem alive
         if owner and (int(owner[1]) != os.getpid() if locked else not psutil.pid_exists(int(owner[1]))):
             with contextlib.suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What is missing or damaged is None."""
+    """None for a missing or damaged file."""
     try:
         small = path.is_file() and path.stat().st_size <= MAX_JSON_BYTES
-        found = json.loads(path.read_text(encoding="utf-8")) if small else None
+        values = json.loads(path.read_text(encoding="utf-8")) if small else None
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return values if isinstance(values, dict) else None
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Whether this program and the processes that it starts may use the network.
 
-Once it is offline it stays so; libraries that would ask a hub are told before they are imported.
+Once offline, it stays offline; the libraries' own switches are set before they are imported.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ HINT = "fetch it once without --offline, or give a file or folder"
 
 
 def quiet() -> None:
-    """Nobody is told that this program was used."""
+    """Switches the libraries' telemetry off."""
     for name in QUIET:
         os.environ.setdefault(name, "1")
 
 
 def disable_network() -> None:
-    """No socket from now on, in this process and in those that it starts."""
+    """No hub access from now on, in this process and in those that it starts."""
     quiet()
     os.environ.update(dict.fromkeys(OFFLINE, "1"))
     for module, name in (("huggingface_hub.constants", "HF_HUB_OFFLINE"), ("datasets.config", "HF_HUB_OFFLINE")):
-        if module in sys.modules:  # imported already, and then the environment was read too early
+        if module in sys.modules:  # it read the environment when it was imported
             setattr(sys.modules[module], name, True)
 
 
 def disable_network_if(asked: bool, *sources: str | None) -> None:
-    """When asked to; and always when everything that is named lies on this machine."""
+    """If asked to, and always if every source is a local file or folder."""
     if asked or all(source is None or config.exists(source) for source in sources):
         disable_network()
 
@@ -43,13 +43,13 @@ def on() -> bool:
 
 
 def go_offline_if_cut_off() -> None:
-    """Without a network the hub client retries for half a minute; told so, it looks at its cache at once."""
+    """Without a network the hub client retries for half a minute; offline, it uses its cache at once."""
     if on():
         return
     from huggingface_hub import constants
 
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return  # the proxy looks names up
+        return  # the proxy resolves names
     try:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
     except OSError:

@@ -11,7 +11,7 @@ from edgeft.errors import ConfigError
 
 
 def load_device(name: str) -> Device:
-    """A shipped or own profile; `auto` is this machine."""
+    """A shipped profile, a user's file, or `auto`: this machine."""
     if name == "auto":
         from edgeft.host.device import this_machine
 
@@ -20,12 +20,12 @@ def load_device(name: str) -> Device:
     values = read_yaml(path)
     values.setdefault("name", path.stem)
     device = typing.cast(Device, build(Device, values))
-    build(ExecutionConfig, device.how, "how")  # a profile may say how, never what
+    build(ExecutionConfig, device.how, "how")  # a profile sets how a run computes, never what it learns
     check_heat(build(GovernorConfig, device.governor, "governor"))
     if not 0 < device.budget_bytes <= device.ram_bytes:
         raise ConfigError(
             f"`budget_bytes` of `{device.name}` is {device.budget_bytes}, and its `ram_bytes` {device.ram_bytes}",
-            "a profile says how much memory there is, and how much of it a run may use",
+            "a budget is above 0 and at most ram_bytes",
         )
     return device
 

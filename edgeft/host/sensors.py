@@ -1,7 +1,7 @@
-"""What the machine says about itself while it works: temperatures, throttling, battery and mains.
+"""Sensors of the machine: temperatures, throttling, battery and mains.
 
-Everything is read below one root: `/`, another machine's tree in tests, or where the environment's EDGEFT_SYSFS points
-(a folder that holds `sys/class/thermal/…`). What is absent or cannot be read is None or empty, never an error.
+Everything is read below one root: `/`, another machine's tree in tests, or the folder in EDGEFT_SYSFS, which holds
+`sys/class/thermal/…`. A value that is absent or unreadable is None or empty, never an error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from edgeft.errors import ConfigError
 from edgeft.host.device import ROOT, read_int, read_text
 
-# Sensors of the processor by what thermal zones and hwmon chips are called; others (disk, battery, radio) have their
-# own limits, and training does not heat them much.
+# Names of thermal zones and hwmon chips that belong to the processor; others (disk, battery, radio) have their own
+# limits, and training does not heat them much.
 PROCESSOR = re.compile(r"cpu|x86_pkg|soc|coretemp|k10temp|zenpower|tctl|tdie|^tj[-_]", re.IGNORECASE)
 
 # Bits of the Raspberry Pi's firmware: now in 0 to 3, "has happened since the start" in 16 to 19.
@@ -41,18 +41,18 @@ class Thermometer:
     critical: Path | None = None
 
     def celsius(self) -> float | None:
-        """Absurd values are what sleeping or absent sensors give (a Jetson's say -256 °C)."""
+        """None for values that sleeping or absent sensors give (a Jetson's -256 °C)."""
         value = read_int(self.path)
         return value / 1000 if value is not None and -40_000 < value < 150_000 else None
 
 
 def thermometers(root: Path) -> list[Thermometer]:
-    """Thermal zones, then hwmon; a sensor that both interfaces show is listed once, if it gives a value now."""
-    found: dict[str, Thermometer] = {}
+    """Thermal zones, then hwmon: those that give a value now; a sensor in both is listed once."""
+    by_name: dict[str, Thermometer] = {}
 
-    def add(made: Thermometer) -> None:
-        if made.celsius() is not None:
-            found.setdefault(made.name.lower().replace("-", "_"), made)
+    def add(sensor: Thermometer) -> None:
+        if sensor.celsius() is not None:
+            by_name.setdefault(sensor.name.lower().replace("-", "_"), sensor)
 
     for zone in sorted((root / "sys/class/thermal").glob("thermal_zone*")):
         trips = {read_text(p): p.with_name(p.name.replace("_type", "_temp")) for p in zone.glob("trip_point_*_type")}
@@ -62,24 +62,24 @@ def thermometers(root: Path) -> list[Thermometer]:
             part = path.name.removesuffix("_input")
             words = [read_text(chip / "name") or chip.name, read_text(chip / f"{part}_label")]
             add(Thermometer(" ".join(filter(None, words)), path, chip / f"{part}_crit"))
-    return list(found.values())
+    return list(by_name.values())
 
 
 def temperatures(root: Path = ROOT) -> list[dict[str, Any]]:
-    """[{"sensor", "celsius", "critical"}], for people."""
-    found = []
-    for one in thermometers(root):
-        critical = read_int(one.critical) if one.critical else None
+    """[{"sensor", "celsius", "critical"}]"""
+    rows = []
+    for sensor in thermometers(root):
+        critical = read_int(sensor.critical) if sensor.critical else None
         limit = critical / 1000 if critical is not None and 0 < critical < 150_000 else None
-        found.append({"sensor": one.name, "celsius": one.celsius(), "critical": limit})
-    return found
+        rows.append({"sensor": sensor.name, "celsius": sensor.celsius(), "critical": limit})
+    return rows
 
 
 # ---------------------------------------------------------------- throttling
 
 
 def vcgencmd(root: Path, *words: str) -> str:
-    """What the Raspberry Pi's firmware answers, "" where there is none."""
+    """The answer of the Raspberry Pi's firmware, "" on other machines."""
     for place in VCGENCMD:
         program = root / place
         if program.is_file():
@@ -92,7 +92,7 @@ def vcgencmd(root: Path, *words: str) -> str:
 
 
 class Throttling:
-    """What slows this machine down now, or did since it was last asked."""
+    """Why this machine is throttled now, or was since the last call."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -102,7 +102,7 @@ class Throttling:
             "over-current": sorted((root / "sys/class/hwmon").glob("hwmon*/oc*_event_cnt")),
         }
         self.counters = [(why, path) for why, paths in counters.items() for path in paths]
-        # The kernel lowers the processor's frequency in steps; 0 is none. A fan is a cooling device, too, and no loss.
+        # Steps by which the kernel lowers the processor's frequency; 0 is none. Fans are left out.
         self.cooling = [
             device / "cur_state"
             for device in sorted((root / "sys/class/thermal").glob("cooling_device*"))
@@ -121,26 +121,26 @@ class Throttling:
             return 0
 
     def seen(self) -> list[str]:
-        found = []
+        reasons = []
         for why, path in self.counters:
             count = read_int(path) or 0
             if count > self.before[path]:
-                found.append(why)
+                reasons.append(why)
             self.before[path] = count
         if any((read_int(path) or 0) > 0 for path in self.cooling):
-            found.append("heat")
+            reasons.append("heat")
         bits = self._bits()
         now = bits | (bits >> STICKY & ~self.happened)
         self.happened |= bits >> STICKY
-        found += [why for place, why in enumerate(FIRMWARE) if now >> place & 1]
-        return list(dict.fromkeys(found))
+        reasons += [why for bit, why in enumerate(FIRMWARE) if now >> bit & 1]
+        return list(dict.fromkeys(reasons))
 
 
 # ---------------------------------------------------------------- battery and mains
 
 
 def power(root: Path = ROOT) -> dict[str, Any]:
-    """{"plugged": bool | None, "batteries": [{"name", "percent", "status", "energy_wh"}]}; None = cannot be told."""
+    """{"plugged": bool | None, "batteries": [{"name", "percent", "status", "energy_wh"}]}; None = unknown."""
     plugged: bool | None = None
     batteries: list[dict[str, Any]] = []
     folder = root / "sys/class/power_supply"
@@ -166,9 +166,9 @@ def power(root: Path = ROOT) -> dict[str, Any]:
     if not folder.is_dir() and root == ROOT:  # macOS
         import psutil
 
-        if (seen := psutil.sensors_battery()) is not None:
-            plugged = seen.power_plugged
-            batteries = [{"name": "battery", "percent": round(seen.percent), "status": None, "energy_wh": None}]
+        if (battery := psutil.sensors_battery()) is not None:
+            plugged = battery.power_plugged
+            batteries = [{"name": "battery", "percent": round(battery.percent), "status": None, "energy_wh": None}]
     return {"plugged": plugged, "batteries": batteries}
 
 
@@ -176,31 +176,31 @@ def power(root: Path = ROOT) -> dict[str, Any]:
 
 
 class Sensors:
-    """The few values that decide whether a run may go on. Paths are looked for once: a reading takes microseconds."""
+    """The values that decide whether a run pauses. Paths are searched for once: a reading takes microseconds."""
 
     def __init__(self, root: Path, wanted: list[str] | None = None) -> None:
-        """wanted: names of the thermometers that count; none: the processor's, or all if none is called so."""
+        """wanted: names of the thermometers that count; none: the processor's, or all if none has such a name."""
         self.root = root
-        there = {one.name: one for one in thermometers(root)}
-        if unknown := [name for name in wanted or [] if name not in there]:
-            raise ConfigError(f"this machine has no sensor `{unknown[0]}`", f"it has: {', '.join(there) or 'none'}")
-        chosen = wanted or [name for name in there if PROCESSOR.search(name)] or list(there)
-        self.thermometers = [there[name] for name in chosen]
+        every = {sensor.name: sensor for sensor in thermometers(root)}
+        if unknown := [name for name in wanted or [] if name not in every]:
+            raise ConfigError(f"this machine has no sensor `{unknown[0]}`", f"it has: {', '.join(every) or 'none'}")
+        names = wanted or [name for name in every if PROCESSOR.search(name)] or list(every)
+        self.thermometers = [every[name] for name in names]
         self.throttling = Throttling(root)
 
     def celsius(self) -> float | None:
-        """The hottest thermometer that counts; without any, what the Pi's firmware says."""
-        values = [value for one in self.thermometers if (value := one.celsius()) is not None]
+        """The hottest thermometer that counts; without any, the Pi's firmware."""
+        values = [value for sensor in self.thermometers if (value := sensor.celsius()) is not None]
         if values:
             return max(values)
-        told = re.search(r"temp=([\d.]+)", vcgencmd(self.root, "measure_temp"))
-        return float(told[1]) if told else None
+        answer = re.search(r"temp=([\d.]+)", vcgencmd(self.root, "measure_temp"))
+        return float(answer[1]) if answer else None
 
     def battery(self) -> tuple[float | None, bool]:
-        """(charge in percent, is it being drained). Several batteries: their mean."""
-        found = power(self.root)
-        levels = [one["percent"] for one in found["batteries"] if one["percent"] is not None]
-        states = [one["status"] for one in found["batteries"]]
-        # A charger may be too weak: what the battery says counts before what the plug says.
-        drained = "Discharging" in states or (bool(levels) and "Charging" not in states and found["plugged"] is False)
+        """(charge in percent, is it discharging). Several batteries: their mean."""
+        supply = power(self.root)
+        levels = [battery["percent"] for battery in supply["batteries"] if battery["percent"] is not None]
+        states = [battery["status"] for battery in supply["batteries"]]
+        # A charger may be too weak: the battery's state counts before the plug's.
+        drained = "Discharging" in states or (bool(levels) and "Charging" not in states and supply["plugged"] is False)
         return (sum(levels) / len(levels) if levels else None), drained

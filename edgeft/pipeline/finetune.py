@@ -9,6 +9,7 @@ from edgeft.errors import EdgeftError
 from edgeft.host.files import read_json
 from edgeft.host.limit import hard_limit
 from edgeft.run.folder import Run
+from edgeft.run.record import Allowance
 from edgeft.run.supervise import StageRunner
 
 STAGES = ("prepare", "train", "export", "eval")
@@ -26,26 +27,18 @@ def complete(run: Run, name: str) -> bool:
 
 
 def finetune(
-    run: Run,
-    until: str,
-    budget_bytes: int = 0,
-    to_stderr: bool = False,
-    fit: bool = False,
-    enforce: bool = False,
+    run: Run, until: str, allowed: Allowance = Allowance(), to_stderr: bool = False, enforce: bool = False
 ) -> dict[str, Any]:
-    """Every stage up to `until`; what comes out stands in the run folder, and is put together here.
-
-    fit: what is learned may shrink to fit the budget; enforce: the system holds the stages to it.
-    """
+    """Every stage up to `until`; the results in the run folder, put together. enforce: the system limits the memory."""
     peaks = run.peaks()
     with contextlib.ExitStack() as contexts:
-        limit = contexts.enter_context(hard_limit(budget_bytes)) if enforce else None
-        children = contexts.enter_context(StageRunner(run, budget_bytes, to_stderr, fit, limit))
+        limit = contexts.enter_context(hard_limit(allowed.budget_bytes)) if enforce else None
+        children = contexts.enter_context(StageRunner(run, allowed, to_stderr, limit))
         for name in STAGES[: STAGES.index(until) + 1]:
             if complete(run, name):
                 continue
-            if name == "train" and Run.open(run.path).recipe.update.needs_search:
-                peaks["search"] = children.do("search")  # what it found stands in the run's recipe
+            if name == "train" and run.needs_search:
+                peaks["search"] = children.do("search")
             try:
                 peaks[name] = children.do(name)
             except EdgeftError:

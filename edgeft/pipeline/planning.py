@@ -1,4 +1,4 @@
-"""The plan of a run, before it begins and once its engine is known."""
+"""The plan of a run, before it begins and once its engine is known; its figures are kept in plan.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from edgeft.arch.check import check_model
-from edgeft.config import Device, ExecutionConfig, Recipe
+from edgeft.config import Device, Recipe
 from edgeft.data import rows as data_rows
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
@@ -14,6 +14,7 @@ from edgeft.errors import DataError
 from edgeft.formats.source import model_source as model_source
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
+from edgeft.run.record import Allowance
 
 if TYPE_CHECKING:
     from edgeft.engine.choose import Engine
@@ -23,40 +24,31 @@ PLAN_ROWS = 600  # rows that `edgeft plan` looks at: a second's worth; they stan
 
 def make_plan(
     run: Run,
-    rows: list[Encoded],
-    heldout: list[Encoded],
-    budget_bytes: int,
+    recipe: Recipe,
+    sides: tuple[list[Encoded], list[Encoded]],
+    allowed: Allowance,
     progress: Progress,
     engine: Engine | None = None,
-    fit: bool = False,
-) -> dict[str, Any]:
-    """Says what the run will need, and chooses how it fits; DoesNotFitError if nothing does.
+) -> Recipe:
+    """The recipe as it fits the budget, with its figures in plan.json; DoesNotFitError if nothing does.
 
-    engine: what computes, once that is known; before, what will is foretold.
+    sides: training and held-out rows. engine: what computes; None: predicted.
     """
     from edgeft.plan import memory
     from edgeft.plan.fit import Job, Machine, make
     from edgeft.plan.rows import Workload
     from edgeft.plan.shape import shape_of
 
-    recipe, place = run.recipe, run.plan
-    before = run.read_json(place) or {}
-    if engine and before.get("asked") == asdict(recipe.how) and before.get("budget_bytes") == budget_bytes:
-        # as it was planned: other micro-batches would round otherwise
-        recipe.how = ExecutionConfig(**before["how"])
-        return before
     machine = Machine.here(recipe.how.threads)
     known = memory.EngineSpec(engine.compiled, engine.bf16, machine.threads) if engine else None
     shape = shape_of(model_source(recipe.model.path), recipe.model.frozen)
-    job = Job(recipe, shape, Workload(rows, heldout, recipe), machine, known)
-    chosen, found = make(job, budget_bytes, fit)
-    if found["changed"]:
-        recipe.update, recipe.model = chosen.recipe.update, chosen.recipe.model
-        run.write_recipe()
-    recipe.how = chosen.recipe.how
-    run.write_json(place, found)
-    progress.plan(found)
-    return found
+    job, figures = make(Job(recipe, shape, Workload(*sides, recipe), machine, known), allowed.budget_bytes, allowed.fit)
+    progress.plan(figures)
+    before = run.read_json(run.plan) or {}
+    smaller = {"update": asdict(job.recipe.update), "model": asdict(job.recipe.model)} if figures["changed"] else None
+    kept = {"changed": figures["changed"] or before.get("changed") or [], "fitted": smaller or before.get("fitted")}
+    run.write_json(run.plan, {**figures, **kept})
+    return job.recipe
 
 
 def plan_of(recipe: Recipe, profile: Device, budget_bytes: int, fit: bool = False) -> dict[str, Any]:

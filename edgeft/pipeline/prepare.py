@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from edgeft.config import Recipe
 from edgeft.data import rows as data_rows
@@ -16,9 +15,7 @@ from edgeft.pipeline.planning import make_plan
 from edgeft.run.events import PrepareEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
-
-if TYPE_CHECKING:
-    pass
+from edgeft.run.record import Allowance
 
 
 def encode(recipe: Recipe) -> tuple[data_rows.Dataset, list[Encoded], list[Encoded], data_tokens.Dropped]:
@@ -38,20 +35,19 @@ def encode(recipe: Recipe) -> tuple[data_rows.Dataset, list[Encoded], list[Encod
     return dataset, train, heldout, dropped + lost
 
 
-def prepare(
-    run: Run, progress: Progress, budget_bytes: int = 0, fit: bool = False
-) -> tuple[list[Encoded], list[Encoded]]:
+def prepare(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> tuple[list[Encoded], list[Encoded]]:
     """Training and held-out rows as tokens; nothing is kept of a run that does not fit its budget."""
     if run.tokens.is_file():
         return data_tokens.load(run.tokens)
     started = time.monotonic()
     dataset, train, heldout, dropped = encode(run.recipe)
-    if budget_bytes:
-        make_plan(run, train, heldout, budget_bytes, progress, fit=fit)
-    if run.recipe.update.needs_search:
-        from edgeft.search import settle
+    recipe = run.fitted
+    if allowed.budget_bytes:
+        recipe = make_plan(run, recipe, (train, heldout), allowed, progress)
+    if recipe.update.needs_search:
+        from edgeft.search.stage import use_rule_if_cheaper
 
-        settle.use_rule_if_cheaper(run, train, heldout, progress)
+        use_rule_if_cheaper(run, recipe, train, heldout, progress)
     data_tokens.save(run.tokens, train, heldout)
     counts = {
         "train_rows": len(train),

@@ -11,6 +11,7 @@ from typing import Any
 from edgeft.errors import DoesNotFitError, EdgeftError
 from edgeft.host.system import die_with_parent, inherited, lower_priority, peak_bytes, stop_signals
 from edgeft.run.folder import Run
+from edgeft.run.record import Allowance
 from edgeft.run.supervise import ERROR_BYTES, STOPPED
 
 
@@ -40,7 +41,7 @@ def main() -> None:
         from edgeft.ui.screen import Screen
 
         with Screen(Console(stderr=given["to_stderr"], highlight=False)) as screen:
-            stages.do_stage(run, given["stage"], screen, given["budget_bytes"], given["fit"])
+            stages.do_stage(run, given["stage"], screen, Allowance(**given["allowed"]))
         sys.stdout.flush()
     except EdgeftError as error:
         code, said["error"] = error.exit_code, [error.message[:ERROR_BYTES], error.hint[:ERROR_BYTES]]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def needs(run: Run, shape: Shape, scheme: Scheme) -> list[Need]:
     """All but the trunk cache, which is known only when the rows are."""
-    how, trained = run.recipe.how, plan.trained_parameters(shape, scheme)
+    how, trained = run.effective.how, plan.trained_parameters(shape, scheme)
     found: list[Need] = []
     if not run.tokens.is_file():
         rows = Path(run.recipe.data.path) if run.recipe.data.path else None

@@ -84,7 +84,7 @@ def load_run_summary(run: Run) -> RunSummary:
     return RunSummary(
         name=run.path.resolve().name,
         path=run.path,
-        recipe=run.recipe,
+        recipe=run.effective,
         model=Path(run.recipe.model.path or (origin.name if origin else "the embedded model")).name,
         result=result,
         suites=suites,
@@ -198,7 +198,7 @@ def tensor_map(run: Run, origin: Path | None, scheme: dict[str, Any]) -> TensorM
         if run.model.is_file() and scheme.get("blocks"):
             tuned = GGUF.open(run.model)
             depth = int(tuned.need("block_count"))
-            chosen = schemes.make(run.recipe.update, depth, of_gguf(tuned))
+            chosen = schemes.make(run.effective.update, depth, of_gguf(tuned))
             keys = [*chosen.shares, *((b, "norms") for b in chosen.norms), *((b, "biases") for b, _ in chosen.biases)]
             return TensorMap(depth, dict.fromkeys(keys), measured=False)
     except (EdgeftError, KeyError, OSError):

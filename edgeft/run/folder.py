@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import time
@@ -16,6 +17,7 @@ from edgeft.host.files import _LEFT, atomic_write, read_json, remove_tree, sweep
 from edgeft.host.locks import LockFile
 from edgeft.host.system import peak_bytes
 from edgeft.run.events import Event, StageEvent, read_events
+from edgeft.run.record import Resolved, of_earlier_version
 
 LOCK_WAIT_S = 1.0  # a process that was killed a moment ago may still be on its way out
 
@@ -37,12 +39,14 @@ class Run:
         self.best = path / "best.safetensors"
         self.metrics = path / "metrics.jsonl"
         self.done = path / "done.json"
-        self.plan = path / "plan.json"
-        self.searched = path / "search.json"  # with update.blocks=auto
+        self.plan = path / "plan.json"  # the planner's figures
+        self.record = path / "resolved.json"
+        self.searched = path / "search.json"  # with update.blocks=auto: its figures, or why it was skipped
         self.exported = path / "export.json"
         self.evaluation = path / "eval.json"
         self.model = path / "model.gguf"
         self._lock: LockFile | None = None
+        self._resolved: Resolved | None = None
         self.paused_s = 0.0  # by the governor, in this process
         self._inner_s = self._inner_paused_s = 0.0  # of stages inside the present one
 
@@ -58,13 +62,12 @@ class Run:
     @staticmethod
     def start(path: Path, recipe: config.Recipe, resume: bool) -> Run:
         """A new run, or with `resume` the one that is there, if it learns the same thing."""
-        run = Run(path, recipe)
-        if run.recipe_file.exists():
+        if (path / "recipe.yaml").exists():
             if not resume:
                 raise RunError(f"{path} holds a run already", "go on with --resume, or name another folder with --out")
             earlier = Run.open(path).recipe
-            if recipe.update.needs_search and earlier.update.blocks == "auto":
-                recipe.update = earlier.update  # with what the run has found out
+            if recipe.update.needs_search and earlier.update.blocks == "auto":  # earlier versions filled in the parts
+                recipe = dataclasses.replace(recipe, update=earlier.update)
             before, now = config.learning_identity(earlier), config.learning_identity(recipe)
             changed = [
                 f"{part}.{key} {before[part].get(key)!r} → {value!r}"
@@ -81,18 +84,49 @@ class Run:
             raise RunError(f"{path} is there already and is no run folder", "name another folder with --out")
         elif resume:
             raise RunError(f"there is no run in {path} to resume", "leave out --resume to start one")
+        run = Run(path, recipe)
         with wrap_os_errors(path):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.chmod(0o700)  # it holds the user's data
         run.lock()
         for folder in (path, run.checkpoints, run.trunk):
             sweep(folder, locked=True)
-        run.write_recipe()
+        with atomic_write(run.recipe_file) as file:
+            file.write(config.dump(recipe).encode())
         return run
 
-    def write_recipe(self) -> None:
-        with atomic_write(self.recipe_file) as file:
-            file.write(config.dump(self.recipe).encode())
+    # ------------------------------------------------ what runs
+
+    def recorded(self) -> Resolved | None:
+        """The record, also of a run made by an earlier version; None: nothing is decided yet."""
+        if self._resolved is None:
+            known = self.record.is_file()
+            self._resolved = Resolved.read(self.record) if known else of_earlier_version(self.path, self.recipe)
+        return self._resolved
+
+    @property
+    def fitted(self) -> config.Recipe:
+        """The recipe as asked, or as --fit made it smaller; the search comes after it."""
+        smaller = (read_json(self.plan) or {}).get("fitted")
+        if not smaller:
+            return self.recipe
+        update = config.build(config.UpdateConfig, smaller["update"], "update", recorded=True)
+        model = config.build(config.ModelConfig, smaller["model"], "model", recorded=True)
+        return dataclasses.replace(self.recipe, update=update, model=model)
+
+    @property
+    def needs_search(self) -> bool:
+        return self.fitted.update.needs_search and self.recorded() is None and read_json(self.searched) is None
+
+    def write_record(self, resolved: Resolved) -> None:
+        write_json(self.record, resolved.to_json())
+        self._resolved = resolved
+
+    @property
+    def effective(self) -> config.Recipe:
+        """The recipe as it runs; before the record is written, as asked."""
+        recorded = self.recorded()
+        return recorded.recipe if recorded else self.recipe
 
     def lock(self) -> None:
         """Held until this process ends, however it ends."""
@@ -114,7 +148,7 @@ class Run:
             return
         if self._lock is not None:
             self._lock.close()
-        made = (self.plan, self.metrics, self.recipe_file, self.path / "lock")
+        made = (self.plan, self.searched, self.metrics, self.recipe_file, self.path / "lock")
         with contextlib.suppress(OSError):  # the disk is read-only
             if not {path.name for path in self.path.iterdir()} - {file.name for file in made}:
                 for file in made:

@@ -11,12 +11,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from edgeft.errors import DoesNotFitError, EdgeftError, KilledError, StoppedError
 from edgeft.host import system
 from edgeft.host.limit import Limit
 from edgeft.run.folder import Run
+from edgeft.run.record import Allowance
 
 STOPPED = 130  # the exit code after Ctrl-C or SIGTERM
 
@@ -33,10 +35,9 @@ class StageRunner:
     """Runs one stage at a time; as a context, it passes requests to stop on to the stage."""
 
     def __init__(
-        self, run: Run, budget_bytes: int, to_stderr: bool, fit: bool = False, limit: Limit | None = None
+        self, run: Run, allowed: Allowance = Allowance(), to_stderr: bool = False, limit: Limit | None = None
     ) -> None:
-        self.run, self.budget_bytes, self.to_stderr, self.fit = run, budget_bytes, to_stderr, fit
-        self.limit = limit
+        self.run, self.allowed, self.to_stderr, self.limit = run, allowed, to_stderr, limit
         self.child: subprocess.Popen[bytes] | None = None
         self.asked = 0  # requests to stop so far
         self._before: dict[int, Any] = {}
@@ -74,8 +75,7 @@ class StageRunner:
             "path": sys.path,
             "run": str(self.run.path),
             "stage": name,
-            "budget_bytes": self.budget_bytes,
-            "fit": self.fit,
+            "allowed": asdict(self.allowed),
             "to_stderr": self.to_stderr,
             "answer": handles[0],
             "lock": handles[1] if len(handles) > 1 else None,

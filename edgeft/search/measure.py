@@ -20,13 +20,14 @@ from edgeft.config import TENSORS, Device, Recipe, format_duration
 from edgeft.data.tokens import Encoded
 from edgeft.formats import hub
 from edgeft.host import cache
+from edgeft.host.files import write_json
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import memory as plan_memory
 from edgeft.plan.fit import Machine
 from edgeft.plan.flops import WARM_STEPS
 from edgeft.plan.schedule import Schedule
-from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
+from edgeft.run.record import read_engine
 from edgeft.search.costs import Costs
 
 if TYPE_CHECKING:
@@ -77,7 +78,9 @@ class Measurements:
         self.threads = build.use_threads(recipe.how.threads)
         tokens = sample.tokens(sample.every())
         flops = 8.0 * shape.depth * shape.block_parameters * tokens  # forward, again, and two products back
-        self.engine = choose.choose(Run(entry.path, recipe), shape.head, shape.gate, flops, progress)
+        note = entry.path / "engine.json"  # kept contributions were computed with it
+        self.engine = choose.choose(recipe, shape.head, shape.gate, flops, progress, read_engine(note))
+        write_json(note, {"kernels": self.engine.compiled, "half": self.engine.bf16})
         rates = doctor.gemm_rates(threads=self.threads)  # kept: the same plan the next time
         self.rate = 1e9 * USED_RATE * rates["bf16" if self.engine.bf16 else "fp32"]
         self.inputs = Inputs(entry.path, sample, shape.depth, shape.width)

@@ -63,6 +63,6 @@ def trained_stack(
             f"{run.path} has no trained weights yet", f"go on with `edgeft finetune --resume --out {run.path}`"
         )
     how = replace(run.recipe.how, spare_memory=spare_memory)
-    stack, scheme, parameters = build(replace(run.recipe, how=how), engine)
+    stack, scheme, parameters = build(replace(run.effective, how=how), engine)
     load_trained(schemes.stored(stack, parameters), run, progress)
     return stack, scheme, parameters

@@ -100,14 +100,16 @@ class Trainer:
         stack: Stack,
         scheme: Scheme,
         parameters: dict[str, nn.Parameter],
-        train: list[Encoded],
-        heldout: list[Encoded],
+        sides: tuple[list[Encoded], list[Encoded]],
         progress: Progress,
     ) -> None:
+        """sides: training and held-out rows."""
+        train, heldout = sides
+        self.recipe = run.effective
         self.run, self.stack, self.scheme, self.parameters = run, stack, scheme, parameters
         self.stored = schemes.stored(stack, parameters)
         self.progress = progress
-        how = run.recipe.how
+        how = self.recipe.how
         self.backend, self.memory = stack.options.backend, stack.options.backend.memory
         stack.configure(recompute="full" if how.recompute else "selective" if scheme.frugal else "none")
         if scheme.frugal and self.backend.runs_blocks:
@@ -115,13 +117,13 @@ class Trainer:
         self.forest = Forest(train + heldout, share=how.tree)
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))
-        self.schedule = Schedule(len(train), run.recipe.train, stack.width)
+        self.schedule = Schedule(len(train), self.recipe.train, stack.width)
         self.turn = scheme  # what the present step trains of it
         layers = schemes.int8(stack)
         self.optimizer = (
-            Qas(parameters, layers, run.recipe, self.backend)
+            Qas(parameters, layers, self.recipe, self.backend)
             if layers
-            else optimizer.make(parameters, run.recipe.train, how, self.backend)
+            else optimizer.make(parameters, self.recipe.train, how, self.backend)
         )
         self.shape = shape_of_config(stack.arch, stack.config)
         self.step = 0
@@ -150,7 +152,7 @@ class Trainer:
             return
         for layer in layers:
             layer.look()
-        order = epoch_order(self.forest, self.rows, self.run.recipe.train.seed, 0, grouped=False)
+        order = epoch_order(self.forest, self.rows, self.recipe.train.seed, 0, grouped=False)
         for row in order[:CHOOSING_ROWS]:
             nodes, batch = batch_of(self.forest, [row])
             self.loss(nodes, batch).backward()  # type: ignore[no-untyped-call]
@@ -166,10 +168,10 @@ class Trainer:
     def step_rows(self, step: int) -> list[int]:
         epoch, place = divmod(step, self.schedule.per_epoch)
         if getattr(self, "_epoch", None) != epoch:
-            grouped = self.run.recipe.train.order == "grouped"
-            self._order = epoch_order(self.forest, self.rows, self.run.recipe.train.seed, epoch, grouped)
+            grouped = self.recipe.train.order == "grouped"
+            self._order = epoch_order(self.forest, self.rows, self.recipe.train.seed, epoch, grouped)
             self._epoch = epoch
-        size = self.run.recipe.train.batch_rows
+        size = self.recipe.train.batch_rows
         return self._order[place * size : (place + 1) * size]
 
     def backward(self, rows: list[int], stopping: Callable[[], bool]) -> StepTotals | None:
@@ -195,12 +197,12 @@ class Trainer:
         return passed
 
     def _parts(self, rows: list[int]) -> list[list[int]]:
-        return list(self.forest.micro_batches(rows, self.run.recipe.how.micro_batch_tokens))
+        return list(self.forest.micro_batches(rows, self.watch.tokens))
 
     def _rotate_active_blocks(self) -> None:
         """`update.cycle_blocks`: other blocks than before are trained. What the optimiser knew of those before is gone:
         when their turn comes again all others have moved, and moments of then would say little."""
-        blocks = self.scheme.turn(self.step, self.run.recipe.train.seed)
+        blocks = self.scheme.turn(self.step, self.recipe.train.seed)
         if blocks == self.turn.blocks:
             return
         self.turn = self.scheme.only(blocks)
@@ -211,7 +213,7 @@ class Trainer:
 
     def _choose_tokens(self, batch: Batch, salt: int) -> None:
         """TokenTune: a random share of the tokens, the same when the step is taken again; trained ones always."""
-        t = self.run.recipe.train
+        t = self.recipe.train
         if t.token_share < 1:
             random = np.random.default_rng([t.seed, self.step, salt])
             chosen = random.permutation(len(batch.tokens))[: round(t.token_share * len(batch.tokens))]
@@ -237,22 +239,22 @@ class Trainer:
             return math.nan
         total = 0.0
         with torch.no_grad():
-            for part in self.forest.micro_batches(self.heldout, self.run.recipe.how.micro_batch_tokens):
+            for part in self.forest.micro_batches(self.heldout, self.watch.tokens):
                 self.governor.pause_if_needed()  # asked to stop, the loop does so after this
                 total += float(self.loss(*batch_of(self.forest, part)))
         return total / self.forest.trained(self.heldout)
 
     # ------------------------------------------------ the loop
 
-    def fit(self, model_id: str) -> None:
+    def trunk_job(self, model_id: str) -> trunk.Job:
+        return trunk.Job(self.stack, self.forest, self.scheme.cut, self.recipe, model_id, self.backend.name)
+
+    def fit(self, job: trunk.Job) -> None:
         self.began = time.monotonic()
         with stop_requests() as asked:
             self.governor = Governor(self.run, self.progress, asked)
             with self.run.stage("trunk"):
-                found = trunk.prepare(
-                    self.run, self.stack, self.forest, self.scheme.cut, model_id, self.progress, self._between_trunks,
-                    self.backend.name,
-                )  # fmt: skip
+                found = trunk.prepare(self.run, job, self.progress, self._between_trunks, lambda: self.watch.tokens)
                 if found is None:
                     raise self._stopped()
             self.trunk = found
@@ -268,7 +270,7 @@ class Trainer:
     def _fit(self, stopping: Callable[[], bool]) -> None:
         schedule = self.schedule
         validate_after = schedule.validate_after()
-        self.memory.pool.resize(padded(max(self.run.recipe.how.micro_batch_tokens, max(map(len, self.forest.paths)))))
+        self.memory.pool.resize(padded(max(self.watch.tokens, max(map(len, self.forest.paths)))))
         self.progress.stage("train", schedule.steps)
         self.progress.advance(self.step)
         if self.step == 0:
@@ -322,7 +324,7 @@ class Trainer:
         if not self.best_step:
             raise EdgeftError(
                 "the held-out loss was never a finite number",
-                f"start another run with a lower rate, for example --set train.lr={self.run.recipe.train.lr / 4:g}",
+                f"start another run with a lower rate, for example --set train.lr={self.recipe.train.lr / 4:g}",
             )
         self.run.write_json(
             self.run.done,
@@ -357,7 +359,7 @@ class Trainer:
         if not isinstance(error, DoesNotFitError) and not is_refusal(error):
             raise error
         self.optimizer.clear()
-        smaller = not isinstance(error, DoesNotFitError) and not self.run.recipe.how.step_in_place
+        smaller = not isinstance(error, DoesNotFitError) and not self.recipe.how.step_in_place
         if smaller and self.watch.smaller("the system gave no more memory"):
             return
         self.save()
@@ -391,7 +393,7 @@ class Trainer:
         if guard.rate < 1:
             raise EdgeftError(
                 f"training went astray again, at half the learning rate: {why} at step {self.step}",
-                f"start another run with a lower rate, for example --set train.lr={self.run.recipe.train.lr / 8:g}",
+                f"start another run with a lower rate, for example --set train.lr={self.recipe.train.lr / 8:g}",
             )
         self._go_back()
 
@@ -427,13 +429,13 @@ class Trainer:
 
     def _save_every(self) -> float:
         """Seconds; 0 is meant as it is."""
-        asked = self.run.recipe.how.checkpoint_s
+        asked = self.recipe.how.checkpoint_s
         return max(asked, self.save_s / checkpoint.SHARE) if asked else 0.0
 
     def save(self) -> None:
         begin = time.monotonic()
         self._write()
-        checkpoint.rotate(self.run.checkpoints, self.run.recipe.how.keep_checkpoints, start=not self.best_step)
+        checkpoint.rotate(self.run.checkpoints, self.recipe.how.keep_checkpoints, start=not self.best_step)
         self.saved = self.step
         self.save_s = time.monotonic() - begin
         self.checkpoint_s += self.save_s

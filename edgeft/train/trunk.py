@@ -11,12 +11,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from edgeft.config import Recipe
 from edgeft.data.forest import Forest
 from edgeft.engine.batch import Batch, batch_of
 from edgeft.engine.packed import PackedLinear
@@ -37,12 +39,47 @@ SYNC_S = 10.0  # block by block: after so many seconds
 DROP_HINT = "see and clear the cache with `edgeft cache`, or keep it in the run folder: --set how.trunk_place=run"
 
 
-def key(forest: Forest, cut: int, dtype: str, width: int, model_id: str, frozen: str, engine: str = "") -> str:
-    """Changes when anything changes that the cached states depend on; `engine` names the code that computes them."""
-    digest = hashlib.sha256(f"{FORMAT}|{engine}|{model_id}|{frozen}|{cut}|{dtype}|{width}".encode())
-    for part in (forest.tokens, forest.parents):
-        digest.update(np.ascontiguousarray(part).tobytes())
-    return digest.hexdigest()
+@dataclass(frozen=True)
+class Job:
+    """What the states depend on."""
+
+    stack: Stack
+    forest: Forest
+    cut: int
+    recipe: Recipe
+    model_id: str
+    engine: str = ""  # the code that computes them
+
+    @property
+    def cached(self) -> bool:
+        return self.cut > 0 and self.recipe.how.trunk != "rerun"
+
+    @property
+    def frozen(self) -> str:
+        frozen = self.recipe.model.frozen
+        return frozen if frozen != "auto" else "packed" if is_gguf(self.stack.source) else "nf4"
+
+    def key(self) -> str:
+        """Changes when anything changes that the cached states depend on."""
+        dtype, width = self.recipe.how.trunk_dtype, self.stack.width
+        identity = f"{FORMAT}|{self.engine}|{self.model_id}|{self.frozen}|{self.cut}|{dtype}|{width}"
+        digest = hashlib.sha256(identity.encode())
+        for part in (self.forest.tokens, self.forest.parents):
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()
+
+    def describe(self) -> tuple[Codec, dict[str, Any]]:
+        """The format, and the cache's note on the states."""
+        dtype = self.recipe.how.trunk_dtype
+        codec = CODECS[dtype](self.stack.width)
+        return codec, {
+            "key": self.key(),
+            "model": Path(self.stack.source).name,
+            "cut": self.cut,
+            "dtype": dtype,
+            "tokens": len(self.forest),
+            "bytes": len(self.forest) * codec.row_bytes + codec.tail_bytes,
+        }
 
 
 # ---------------------------------------------------------------- states as bytes
@@ -233,93 +270,83 @@ class Trunk:
             self.entry.close()
 
 
-def prepare(
-    run: Run,
-    stack: Stack,
-    forest: Forest,
-    cut: int,
-    model_id: str,
-    progress: Progress,
-    stopping: Callable[[], bool],
-    engine: str = "",
-) -> Trunk | None:
-    """Fills the cache, or takes it as it is when it is whole; None when asked to stop on the way."""
-    if cut == 0 or run.recipe.how.trunk == "rerun":
-        return Trunk(stack, cut, None)
-    codec, note = _describe(run, stack, forest, cut, model_id, engine)
-    entry, shared = _place(run, note, progress)
+@dataclass(frozen=True)
+class _Target:
+    """Where the states go, and in which form."""
 
-    def whole() -> bool:
-        found = entry.note
+    entry: cache.Entry
+    shared: bool
+    codec: Codec
+    note: dict[str, Any]
+
+    def whole(self) -> bool:
+        known, states = self.entry.note, self.entry.states
         return (
-            found.get("key") == note["key"]
-            and "crc32" in found
-            and entry.states.is_file()
-            and entry.states.stat().st_size == note["bytes"]
-            and _crc(entry.states) == found["crc32"]
+            known.get("key") == self.note["key"]
+            and "crc32" in known
+            and states.is_file()
+            and states.stat().st_size == self.note["bytes"]
+            and _crc(states) == known["crc32"]
         )
 
+
+def prepare(
+    run: Run, job: Job, progress: Progress, stopping: Callable[[], bool], tokens: Callable[[], int] | None = None
+) -> Trunk | None:
+    """Fills the cache, or uses it as it is when it is whole; None when asked to stop on the way.
+
+    tokens: of a micro-batch at present; smaller ones where memory runs short.
+    """
+    if not job.cached:
+        return Trunk(job.stack, job.cut, None)
+    codec, note = job.describe()
+    entry, shared = _place(run, job, note, progress)
+    target = _Target(entry, shared, codec, note)
     with ExitStack() as undo, wrap_os_errors(entry.path, DROP_HINT if shared else "choose another place with -o"):
         undo.callback(entry.close)
         had = entry.acquire(
-            whole, stopping, lambda: progress.line("trunk: another process is making the same cache; waiting for it")
+            target.whole,
+            stopping,
+            lambda: progress.line("trunk: another process is making the same cache; waiting for it"),
         )
         if not had:
             return None
-        made = had == "make" and not whole()
-        if made and not _Maker(run, stack, forest, cut, entry, codec, note, shared, progress, stopping).make():
+        made = had == "make" and not target.whole()
+        size = tokens or (lambda: job.recipe.how.micro_batch_tokens)
+        if made and not _Maker(job, target, progress, stopping, size).make():
             return None
         if not made:
-            progress.line(f"trunk: {len(forest)} tokens taken from the cache of an earlier run")
+            progress.line(f"trunk: {len(job.forest)} tokens taken from the cache of an earlier run")
         entry.share()
         if shared:
             with suppress(RunError, OSError):  # a note for `edgeft runs rm`
                 cache.remember(entry, run.path)
-        let_go(stack, 0, cut)
+        let_go(job.stack, 0, job.cut)
         states = RowFile(entry.states, codec.row_bytes)
         if codec.tail_bytes:
-            codec.read_tail(states.read_bytes(codec.tail_bytes, len(forest) * codec.row_bytes))
+            codec.read_tail(states.read_bytes(codec.tail_bytes, len(job.forest) * codec.row_bytes))
         undo.pop_all()
-    found = Trunk(stack, cut, states, codec)
-    found.entry = entry
-    return found
+    trunk = Trunk(job.stack, job.cut, states, codec)
+    trunk.entry = entry
+    return trunk
 
 
-def _describe(
-    run: Run, stack: Stack, forest: Forest, cut: int, model_id: str, engine: str
-) -> tuple[Codec, dict[str, Any]]:
-    """The format, and what the cache's note says of the states."""
-    dtype, frozen = run.recipe.how.trunk_dtype, run.recipe.model.frozen
-    if frozen == "auto":
-        frozen = "packed" if is_gguf(stack.source) else "nf4"
-    codec = CODECS[dtype](stack.width)
-    return codec, {
-        "key": key(forest, cut, dtype, stack.width, model_id, frozen, engine),
-        "model": Path(stack.source).name,
-        "cut": cut,
-        "dtype": dtype,
-        "tokens": len(forest),
-        "bytes": len(forest) * codec.row_bytes + codec.tail_bytes,
-    }
-
-
-def missing(
-    run: Run, stack: Stack, forest: Forest, cut: int, model_id: str, engine: str
-) -> list[tuple[Path, str, int]]:
+def missing(run: Run, job: Job) -> list[tuple[Path, str, int]]:
     """What `prepare` will still take on the disk: (folder, what, bytes)."""
-    if cut == 0 or run.recipe.how.trunk == "rerun":
+    if not job.cached:
         return []
-    _, note = _describe(run, stack, forest, cut, model_id, engine)
-    entry, _ = _place(run, note, Progress())
+    _, note = job.describe()
+    entry, _ = _place(run, job, note, Progress())
     there = entry.bytes()
     whole = "crc32" in entry.note and there >= note["bytes"]
-    between = 2 * 4 * stack.width * len(forest) if run.recipe.how.trunk_order == "blocks" and cut > 1 else 0
+    by_blocks = job.recipe.how.trunk_order == "blocks" and job.cut > 1
+    between = 2 * 4 * job.stack.width * len(job.forest) if by_blocks else 0
     return [(entry.path, "trunk cache", 0 if whole else max(0, note["bytes"] + between - there))]
 
 
-def _place(run: Run, note: dict[str, Any], progress: Progress) -> tuple[cache.Entry, bool]:
+def _place(run: Run, job: Job, note: dict[str, Any], progress: Progress) -> tuple[cache.Entry, bool]:
     """The entry in the shared cache if it can lie there, else the one in the run folder."""
-    how, root = run.recipe.how, cache.trunks()
+    how, root = job.recipe.how, cache.trunks()
     if how.trunk_place == "shared" and root is not None:
         if note["bytes"] > how.trunk_cache_bytes:
             progress.line(
@@ -343,28 +370,25 @@ class _Maker:
 
     def __init__(
         self,
-        run: Run,
-        stack: Stack,
-        forest: Forest,
-        cut: int,
-        entry: cache.Entry,
-        codec: Codec,
-        note: dict[str, Any],
-        shared: bool,
+        job: Job,
+        target: _Target,
         progress: Progress,
         stopping: Callable[[], bool],
+        micro_batch: Callable[[], int],
     ) -> None:
-        self.run, self.stack, self.forest, self.cut, self.entry, self.codec = run, stack, forest, cut, entry, codec
-        self.note, self.shared, self.progress, self.stopping = note, shared, progress, stopping
-        how = run.recipe.how
-        self.blocks = how.trunk_order == "blocks" and cut > 1
+        self.job, self.target, self.progress = job, target, progress
+        self.stopping, self._micro_batch = stopping, micro_batch
+        self.stack, self.forest, self.cut = job.stack, job.forest, job.cut
+        self.entry, self.codec, self.note = target.entry, target.codec, target.note
+        order = job.recipe.how.trunk_order
+        self.blocks = order == "blocks" and job.cut > 1
         # what a half-made file depends on beside its key: how the rows are cut up
-        self.way = {"order": how.trunk_order, "micro_batch": self.tokens if self.blocks else 0, "format": FORMAT}
+        self.way = {"order": order, "micro_batch": self.tokens if self.blocks else 0, "format": FORMAT}
 
     @property
     def tokens(self) -> int:
         """Of a micro-batch; they get smaller where memory turns out to be short."""
-        return WITHOUT_GRADIENT * self.run.recipe.how.micro_batch_tokens
+        return WITHOUT_GRADIENT * self._micro_batch()
 
     def make(self) -> bool:
         """False when asked to stop on the way."""
@@ -400,8 +424,8 @@ class _Maker:
         """Makes room in the shared cache, then takes the disk space."""
         self.entry.note_file.unlink(missing_ok=True)
         try:
-            if self.shared:
-                root, limit = self.entry.path.parent, self.run.recipe.how.trunk_cache_bytes
+            if self.target.shared:
+                root, limit = self.entry.path.parent, self.job.recipe.how.trunk_cache_bytes
                 with cache.changing(root):
                     cache.make_room(root, self.entry, self.note["bytes"], limit)
                     states.reserve(self.note["bytes"])

@@ -49,16 +49,12 @@ class Watch:
         plan: dict[str, Any] = run.read_json(run.plan) or {}
         stages, smaller = plan.get("stages") or {}, plan.get("smaller") or {}
         self.budget_bytes = int(plan.get("budget_bytes") or 0)
+        self.tokens = run.effective.how.micro_batch_tokens  # of a micro-batch: halved where memory runs short
         self._planned = {int(tokens): int(size) for tokens, size in smaller.items()}
         self._planned[self.tokens] = int((stages.get("train") or {}).get("bytes", 0))
         self._planned_trunk = int((stages.get("trunk") or {}).get("bytes", 0))
         self._looked = float("-inf")
         self._over = 0  # micro-batch at which the budget was passed last: told once
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.run.recipe.how.micro_batch_tokens
 
     @property
     def planned_bytes(self) -> int:
@@ -85,7 +81,7 @@ class Watch:
         half = self.tokens // 2
         if half < SMALLEST or self.tokens <= self.longest:
             return False
-        before, self.run.recipe.how.micro_batch_tokens = self.tokens, half
+        before, self.tokens = self.tokens, half
         resident = self._resident()
         self._back()
         self.run.log(MemoryEvent(why, resident, half, device.memory(self.root).available_bytes))

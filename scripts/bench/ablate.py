@@ -10,23 +10,23 @@ same steps shows what a saving costs. Without --data: the embedded handbook, who
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import common
+
 WAYS: dict[str, tuple[str, list[str]]] = {
     "as shipped": ("", []),
     "tree off": ("1. each token once", ["how.tree=false"]),
     "trunk rerun": ("2. the trunk once", ["how.trunk=rerun"]),
-    "half of the tokens": ("5. token share 0.5, off as shipped", ["train.token_share=0.5"]),
-    "step in place": ("6. update in place, off as shipped", ["how.step_in_place=true"]),
-    "8-bit state": ("6. 8-bit optimiser state, off as shipped", ["how.optimizer_state=8bit"]),
-    "fp32 products": ("7. bf16 products, where the processor has them", ["how.products=fp32"]),
-    "plain torch": ("7. compiled kernels", ["how.compile=off"]),
+    "half of the tokens": ("3. token share 0.5, off as shipped", ["train.token_share=0.5"]),
+    "step in place": ("4. update in place, off as shipped", ["how.step_in_place=true"]),
+    "8-bit state": ("4. 8-bit optimiser state, off as shipped", ["how.optimizer_state=8bit"]),
+    "fp32 products": ("5. bf16 products, where the processor has them", ["how.products=fp32"]),
+    "plain torch": ("5. compiled kernels", ["how.compile=off"]),
     **{
         f"1/{part} of the channels": (
             "a share of each tensor's input channels, all as shipped",
@@ -50,20 +50,11 @@ def one(sets: list[str], folder: Path, args: argparse.Namespace) -> dict[str, An
         "how.trunk_place=run",
         "how.nice=0",
     ]
-    command = [sys.executable, "-m", "edgeft", "finetune", "--recipe", args.recipe, "--out", str(folder)]
-    command += [part for item in [*every, *args.set, *sets] for part in ("--set", item)]
-    command += ["--data", args.data] if args.data else []
-    result = subprocess.run(
-        [*command, "--until", "train", "--json"],
-        capture_output=True,
-        text=True,
-        env={"GOMP_SPINCOUNT": "20000", **os.environ},
-    )
-    if result.returncode:
-        sys.exit(f"{' '.join(sets)} failed:\n{result.stderr}")
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [event for event in events if event["event"] == "step"][1:]  # the first one also warms up
-    done = json.loads(result.stdout)
+    options: list[object] = ["--recipe", args.recipe, "--out", folder, "--until", "train"]
+    options += ["--data", args.data] if args.data else []
+    env = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000")}
+    done = common.edgeft_json("finetune", *options, sets=[*every, *args.set, *sets], env=env)
+    steps = common.read_events(folder, "step")[1:]  # the first one also warms up
     return {
         "step_seconds": sum(event["seconds"] for event in steps) / len(steps),
         "tokens": sum(event["tokens"] for event in steps) / len(steps),
@@ -74,7 +65,7 @@ def one(sets: list[str], folder: Path, args: argparse.Namespace) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--data", help="folder with train.jsonl and dev.jsonl")
     parser.add_argument("--recipe", default="sparse-rule")
     parser.add_argument("--rows", type=int, default=128)
@@ -96,17 +87,27 @@ def main() -> None:
                 best = found.setdefault(name, got)
                 for key in ("step_seconds", "seconds", "peak_bytes"):
                     best[key] = min(best[key], got[key])
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1))
+    common.write_json(args.out, found)
     base = found["as shipped"]
-    print("| way | saving | tokens a step | seconds a step | × | trunk and steps, s | peak, MiB | held-out loss |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name, row in found.items():
-        print(
-            f"| {name} | {WAYS[name][0]} | {row['tokens']:.0f} | {row['step_seconds']:.2f} "
-            f"| {row['step_seconds'] / base['step_seconds']:.2f} | {row['seconds']:.1f} "
-            f"| {row['peak_bytes'] / 2**20:.0f} | {row['heldout_loss']:.4f} |"
+    titles = [
+        "way",
+        "saving",
+        "tokens a step",
+        "seconds a step",
+        "×",
+        "trunk and steps, s",
+        "peak, MiB",
+        "held-out loss",
+    ]
+    rows = [
+        (
+            name, WAYS[name][0], f"{row['tokens']:.0f}", f"{row['step_seconds']:.2f}",
+            f"{row['step_seconds'] / base['step_seconds']:.2f}", f"{row['seconds']:.1f}",
+            f"{row['peak_bytes'] / common.MIB:.0f}", f"{row['heldout_loss']:.4f}",
         )
+        for name, row in found.items()
+    ]  # fmt: skip
+    print(common.table(titles, rows))
 
 
 if __name__ == "__main__":

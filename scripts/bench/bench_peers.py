@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as edgeft does; before torch is loaded
 
+import common
 from bench_meter import hwm_bytes
 
 from edgeft.data import tokens
@@ -252,7 +253,7 @@ def answer(name: str, args: argparse.Namespace) -> dict[str, float | None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("verb", choices=("train", "answer"))
     parser.add_argument("name", choices=("peft-lora", "peft-qlora", "mlx-lm"))
     parser.add_argument("--model", required=True, help="Hugging Face folder")

@@ -14,6 +14,7 @@ import os
 import time
 from pathlib import Path
 
+import common
 import numpy as np
 
 from edgeft.formats.source import model_source
@@ -92,7 +93,7 @@ def interval(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     commands = parser.add_subparsers(required=True)
     first = commands.add_parser("choices")
     first.add_argument("file", type=Path)

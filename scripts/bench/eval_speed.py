@@ -10,7 +10,6 @@ computed a second time by a script of its own, which has to find the same.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import os
 import re
@@ -18,6 +17,8 @@ import string
 import time
 from pathlib import Path
 from typing import Any
+
+import common
 
 from edgeft.formats.source import model_source
 
@@ -45,7 +46,7 @@ def independent(output: str, answers: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("data", type=Path, help="folder with dev.jsonl")
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--model", type=Path)

@@ -9,8 +9,9 @@ kernels; looked at in the pool that all activations come from.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
+
+import common
 
 from edgeft import config
 from edgeft.data.forest import Forest
@@ -41,7 +42,7 @@ def kept(recipe: config.Recipe, blocks: int, forest: Forest, rows: list[int]) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=30)
     args = parser.parse_args()
@@ -55,9 +56,8 @@ def main() -> None:
     found = {name: kept(config.load_recipe(name), args.blocks, forest, rows) for name in METHODS}
     tokens = len(batch_of(forest, rows)[0])
     print(f"{len(rows)} rows, {tokens} tokens, the last {args.blocks} blocks\n")
-    print("| method | kept | against full |\n|---|---|---|")
-    for name, size in found.items():
-        print(f"| {name} | {size / 2**20:.1f} MiB | {size / found['full']:.3f} |")
+    rows_of = [(name, f"{size / common.MIB:.1f} MiB", f"{size / found['full']:.3f}") for name, size in found.items()]
+    print(common.table(["method", "kept", "against full"], rows_of))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ TinyLlama and Qwen2.5 are looked for in --models by name; LLaMA-2-7B is made the
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -25,16 +23,14 @@ import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from edgeft.formats.source import demo_model
+import common
+from common import MIB, passage_rows
+
 from edgeft.host.limit import Limit, hard_limit
 from edgeft.run.folder import Run
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,7 @@ class Job:
     aim_mib: int
     file: str  # what its model file is called, in lower case; nothing: the embedded one
     sets: list[str]
+    shape: str = ""  # a random model of this shape is made where no file is there
     fit: bool = True  # the planner may shrink what is trained
     tokens: int = 256  # of each row
     rows: int = 8
@@ -59,7 +56,7 @@ JOBS = [
     Job(
         "llama2-7b", 3072, 2048, "llama2-7b*.gguf",
         [*SHORT, "update.blocks=5", "update.tensors=q,k,v,o,up", "update.biases=true", "update.channels=0.25"],
-        fit=False, tokens=64, rows=16,
+        shape="llama2-7b", fit=False, tokens=64, rows=16,
     ),
 ]  # fmt: skip
 
@@ -75,19 +72,6 @@ class Outcome:
     peaks: dict[str, int]  # by stage
     seconds: float
     loss: list[float]  # held-out, before and after
-
-
-def write_rows(folder: Path, count: int, tokens: int) -> None:
-    """Questions of the embedded handbook, each on another passage that is too long and so is cut to fit."""
-    lines = (files("edgeft.demo") / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    order = random.Random(0)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, size in (("train", count), ("heldout", max(4, count // 4))):
-        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            for record in order.sample(records, size):
-                passage = " ".join(f"{r['question']} {r['answer']}." for r in order.sample(records, tokens // 8))
-                file.write(json.dumps({**record, "context": passage}) + "\n")
 
 
 def forget_pages(path: Path) -> None:
@@ -113,22 +97,12 @@ class Watch(threading.Thread):
 def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str]) -> Outcome:
     """The job as a user would start it, all of its processes under one limit."""
     rows, place = folder / "rows", folder / "run"
-    write_rows(rows, job.rows, job.tokens)
+    passage_rows(rows, job.rows, job.tokens)
     sets = [f"data.max_tokens={job.tokens}", f"train.steps={job.steps}", "train.validations=1"]
     sets += [f"train.batch_rows={job.rows // job.steps}"]
     sets += ["how.trunk_place=run", "how.compile=on", "how.nice=0", *job.sets, *more]
-    options = [part for value in sets for part in ("--set", value)]
-    command = [
-        sys.executable,
-        "-m",
-        "edgeft",
-        "finetune",
-        "--memory",
-        f"{limit_bytes // MIB}MiB",
-        "--model",
-        str(model),
-    ]
-    command += ["--data", str(rows), "--out", str(place), "--json", *(["--fit"] if job.fit else []), *options]
+    options: list[object] = ["--memory", f"{limit_bytes // MIB}MiB", "--model", model, "--data", rows, "--out", place]
+    command = common.command("finetune", *options, "--json", *(["--fit"] if job.fit else []), sets=sets)
     forget_pages(model)
     began = time.monotonic()
     with hard_limit(limit_bytes) as limit:
@@ -157,37 +131,22 @@ def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str]) 
     )
 
 
-def find_model(job: Job, models: Path) -> Path | None:
-    if not job.file:
-        return demo_model()
-    there = [path for path in sorted(models.glob("*")) if fnmatch(path.name.lower(), job.file)]
-    if there or job.name != "llama2-7b":
-        return there[0] if there else None
-    from make_model import make
-
-    models.mkdir(parents=True, exist_ok=True)
-    out = models / "llama2-7b-q4_0.gguf"
-    make("llama2-7b", "q4_0", out)
-    return out
-
-
 def table(found: list[Outcome]) -> str:
     def mib(size: int | None) -> str:
         return "?" if size is None else f"{size / MIB:,.0f} MiB"
 
-    lines = ["| job | limit | by | in use | group | stage | loss | seconds | result |", "|---" * 9 + "|"]
+    rows = []
     for one in found:
         stage, peak = max(one.peaks.items(), key=lambda item: item[1], default=("?", None))
+        sizes = [mib(one.limit_bytes), one.by, mib(one.in_use_bytes), mib(one.group_bytes), f"{stage} {mib(peak)}"]
         loss = " → ".join(f"{value:.3f}" for value in one.loss)
-        lines.append(
-            f"| {one.job} | {mib(one.limit_bytes)} | {one.by} | {mib(one.in_use_bytes)} | {mib(one.group_bytes)} "
-            f"| {stage} {mib(peak)} | {loss} | {one.seconds:.0f} | {one.result} |"
-        )
-    return "\n".join(lines)
+        rows.append([one.job, *sizes, loss, f"{one.seconds:.0f}", one.result])
+    titles = ["job", "limit", "by", "in use", "group", "stage", "loss", "seconds", "result"]
+    return common.table(titles, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("jobs", nargs="*", choices=[[], *(job.name for job in JOBS)], metavar="JOB")
     parser.add_argument("--aim", action="store_true", help="the tighter limits")
     parser.add_argument("--limit", type=int, metavar="MIB", help="this limit for every job")
@@ -201,7 +160,7 @@ def main() -> None:
     for job in JOBS:
         if args.jobs and job.name not in args.jobs:
             continue
-        model = find_model(job, args.models)
+        model = common.find_model(args.models, job.file, job.shape)
         if model is None:
             print(f"{job.name}: no {job.file} in {args.models}", file=sys.stderr)
             continue

@@ -10,7 +10,6 @@ commonest tokens are left.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import common
 import numpy as np
 from gguf.constants import TokenType
 
@@ -158,7 +158,7 @@ def make(name: str, type_name: str, out: Path, seed: int = 0) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     shown = [name for name in SHAPES if name != "tiny"]
     parser.add_argument("--shape", required=True, choices=SHAPES, metavar="{" + ",".join(shown) + "}")
     parser.add_argument("--type", default="q4_0", choices=TYPES)

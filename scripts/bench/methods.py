@@ -16,16 +16,15 @@ tensors of sparse-rule: in float32, in int8 with QAS, and in int8 without it.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import random
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import common
 
 from edgeft import config
 from edgeft.data import tokens
@@ -57,7 +56,6 @@ METHODS: dict[str, Method] = {
     "qas-int8": Method("qas-int8"),
     "sgd": Method("sparse-rule", SGD),
     "qas-sgd": Method("qas-int8", SGD),
-    "int8-sgd": Method("qas-int8", [*SGD, "update.qas=false"]),
     "cycle": Method("cycle"),
     "full": Method("full"),
 }
@@ -66,40 +64,18 @@ ROWS = {"squad": 1000, "banking77": 2000, "arc": 370}
 SCORE = {"squad": "f1", "banking77": "accuracy", "arc": "f1"}
 
 
-class Failed(Exception):
-    """A command ended with an error."""
-
-
-def edgeft(*args: object) -> dict[str, Any]:
-    """What `edgeft … --json` says."""
-    done = subprocess.run(
-        [sys.executable, "-m", "edgeft", *map(str, args), "--json"], stdout=subprocess.PIPE, text=True
-    )
-    if done.returncode:
-        raise Failed(f"edgeft {' '.join(map(str, args))}: exit code {done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def write_rows(data: Path, name: str, out: Path, rows: int, dev_rows: int) -> Path:
     """train.jsonl and dev.jsonl; rows of the CSV files, which go label by label, by a seeded shuffle."""
     if name == "squad":
         return data / name
-    out.mkdir(parents=True, exist_ok=True)
     if name == "arc":
         lines = (data / "arc_easy" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
         asked = [json.loads(line) for line in lines]
         pairs = [{"question": row["question"], "answer": row["choices"][row["answer"]]} for row in asked]
         for target, some in (("train.jsonl", pairs[:-dev_rows]), ("dev.jsonl", pairs[-dev_rows:])):
-            (out / target).write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
+            common.write_rows(out / target, some)
         return out
-    for source, target, count in (("train.csv", "train.jsonl", rows), ("test.csv", "dev.jsonl", dev_rows)):
-        with (data / name / source).open(encoding="utf-8", newline="") as file:
-            records = list(csv.DictReader(file))
-        random.Random(0).shuffle(records)
-        made = [{"text": r["text"], "label": r["category"].replace("_", " ")} for r in records[:count]]
-        (out / target).write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
-    return out
+    return common.banking_rows(data / name, out, rows, dev_rows, ("text", "label"))
 
 
 class Bench:
@@ -150,7 +126,7 @@ class Bench:
             resume = ["--resume"] if (folder / "recipe.yaml").is_file() else []
             command = ["finetune", "--recipe", recipe, "--out", folder, *self.command(epochs, more)]
             began = time.monotonic()
-            edgeft(*command, "--until", "export", *resume)
+            common.edgeft(*command, "--until", "export", *resume)
             (folder / "whole.json").write_text(json.dumps(round(time.monotonic() - began, 1)))
         run = Run.open(folder)
         done = run.read_json(run.done) or {}
@@ -183,7 +159,7 @@ class Bench:
             more = ["--resume"] if notes.is_file() else []
             limit = ["--time", self.args.time] if self.args.time else []
             words = ["search", "-o", place, "--memory", self.args.memory, *limit, "--measure", self.args.measure]
-            edgeft(*words, *self.command(self.args.epochs, []), *more)
+            common.edgeft(*words, *self.command(self.args.epochs, []), *more)
         found: dict[str, Any] = json.loads(notes.read_text())
         return {**found, "files": {"recipe": str(place)}}
 
@@ -220,7 +196,7 @@ def print_table(name: str, bench: Bench) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("data", type=Path, help="folder with squad, banking77 and arc_easy")
     parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--sets", nargs="+", choices=list(SUITES), default=["squad", "banking77"])
@@ -254,12 +230,11 @@ def main() -> None:
                 print(f"{name}: {method} …", file=sys.stderr, flush=True)
                 try:
                     bench.found[method] = bench.run(method)
-                except Failed as error:
+                except common.Failed as error:
                     failed.append(str(error))
                     continue
                 kept["sets"][name] = {"base": bench.base, "methods": bench.found}
-                if args.out:
-                    args.out.write_text(json.dumps(kept, indent=1))
+                common.write_json(args.out, kept)
     for name, bench in benches.items():
         if bench.found:
             print_table(name, bench)

@@ -9,13 +9,11 @@ for heat, battery or schedule is not overhead: there is none here, and it would 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import common
 
 from edgeft.host import sensors
 
@@ -33,13 +31,13 @@ STAND_IN = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, help="of the optimiser [default: the recipe's]")
     parser.add_argument("--recipe", default="sparse-rule")
     parser.add_argument("--disk", type=Path, help="where the run lies [default: the system's temporary folder]")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.disk) as place:
-        env = dict(os.environ)
+        env = {}
         own = bool(sensors.thermometers(sensors.root()))
         if not own:
             for name, text in STAND_IN.items():
@@ -48,22 +46,19 @@ def main() -> None:
                 file.write_text(text + "\n")
             env["EDGEFT_SYSFS"] = str(Path(place) / "machine")
         run = Path(place) / "run"
-        command = [sys.executable, "-m", "edgeft", "finetune", "--recipe", args.recipe, "--out", str(run)]
-        command += ["--until", "train", "--json", "--set", "how.trunk_place=run"]  # nothing from an earlier run
-        command += ["--set", f"train.steps={args.steps}"] if args.steps else []
-        done = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=env).stdout)
-        events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        sets = ["how.trunk_place=run"]  # nothing from an earlier run
+        sets += [f"train.steps={args.steps}"] if args.steps else []
+        options = ["--recipe", args.recipe, "--out", run, "--until", "train"]
+        done = common.edgeft_json("finetune", *options, sets=sets, env=env)
+        readings = len(common.read_events(run, "governor"))
     seconds = done["seconds"] - sum(done["paused_s"].values())
     parts = {"checkpoints": done["checkpoint_s"], "governor": done["governor_s"]}
     share = 100 * sum(parts.values()) / seconds
-    readings = sum(e["event"] == "governor" for e in events)
     print(
         f"\n{done['steps']} steps, {seconds:.1f} s with trunk and held-out loss; sensors: {'own' if own else 'files'}"
     )
-    print("| part | seconds | share |\n|---|---|---|")
-    for name, spent in parts.items():
-        print(f"| {name} | {spent:.3f} | {100 * spent / seconds:.3f} % |")
-    print(f"| both | {sum(parts.values()):.3f} | {share:.3f} % |")
+    rows = [(name, f"{spent:.3f}", f"{100 * spent / seconds:.3f} %") for name, spent in parts.items()]
+    print(common.table(["part", "seconds", "share"], [*rows, ("both", f"{sum(parts.values()):.3f}", f"{share:.3f} %")]))
     print(f"bar ≤ {BAR:g} %, aim ≤ {AIM:g} %; {readings} lines of the governor in metrics; paused {done['paused_s']}")
     sys.exit(0 if share <= BAR else 1)
 

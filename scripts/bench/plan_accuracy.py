@@ -13,41 +13,22 @@ made. `edgeft doctor` is run first, so that the rates are known.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from limits import write_rows
+import common
 
-from edgeft.formats.source import demo_model
-
-MODELS = {"smollm2": "", "tinyllama": "tinyllama", "qwen": "qwen2.5", "random-3b": "llama3.2-3b"}
+MODELS = {"smollm2": "", "tinyllama": "tinyllama*.gguf", "qwen": "qwen2.5*.gguf", "random-3b": "llama3.2-3b*.gguf"}
+SHAPES = {"random-3b": "llama3.2-3b"}  # made where no file is there
 RECIPES = ("sparse-rule", "bias-norm", "lora")
 TOKENS = (128, 512, 1024)
 STEP_TOKENS = 1024  # one full micro-batch; two for the longest rows
 BARS = {"memory": (0.15, 0.07), "time": (0.30, 0.30)}  # worst cell, median
-
-
-def find_model(name: str, models: Path) -> Path | None:
-    if not MODELS[name]:
-        return demo_model()
-    there = [path for path in sorted(models.glob("*.gguf")) if path.name.lower().startswith(MODELS[name])]
-    if there or name != "random-3b":
-        return there[0] if there else None
-    from make_model import make
-
-    models.mkdir(parents=True, exist_ok=True)
-    out = models / "llama3.2-3b-q4_0.gguf"
-    make("llama3.2-3b", "q4_0", out)
-    return out
 
 
 def measure(model: Path, recipe: str, tokens: int, steps: int, sets: list[str]) -> dict[str, Any]:
@@ -55,7 +36,7 @@ def measure(model: Path, recipe: str, tokens: int, steps: int, sets: list[str]) 
     batch = max(2, STEP_TOKENS // tokens)
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         rows, place = Path(folder) / "rows", Path(folder) / "run"
-        write_rows(rows, batch * steps, tokens)
+        common.passage_rows(rows, batch * steps, tokens)
         every = [
             f"data.max_tokens={tokens}",
             f"train.steps={steps}",
@@ -63,17 +44,12 @@ def measure(model: Path, recipe: str, tokens: int, steps: int, sets: list[str]) 
             "train.validations=1",
         ]
         every += ["how.trunk_place=run", "data.heldout_rows=1", "how.compile=on", *sets]
-        options = [part for value in every for part in ("--set", value)]
-        command = [sys.executable, "-m", "edgeft", "finetune", "--recipe", recipe, "--model", str(model)]
-        command += ["--data", str(rows), "--out", str(place), "--until", "train", "--json", *options]
+        options = ["--recipe", recipe, "--model", model, "--data", rows, "--out", place, "--until", "train"]
         began = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True)
+        found = common.edgeft_json("finetune", *options, sets=every)
         seconds = time.monotonic() - began
-        if done.returncode:
-            raise SystemExit(f"{model.name} {recipe} {tokens}: {done.stderr}")
         plan = json.loads((place / "plan.json").read_text())
-        found = json.loads(done.stdout)
-        steps_s = [e["seconds"] for e in map(json.loads, (place / "metrics.jsonl").open()) if e["event"] == "step"]
+        steps_s = [event["seconds"] for event in common.read_events(place, "step")]
     stages = plan["stages"]
     return {
         "planned_bytes": max(stages[name]["bytes"] for name in ("trunk", "train") if name in stages),
@@ -93,13 +69,15 @@ def off(planned: float, measured: float) -> float:
 
 
 def table(cells: dict[str, dict[str, Any]]) -> str:
-    lines = ["| cell | planned MiB | peak MiB | off | planned s | took s | off |", "|---|" + "---:|" * 6]
-    for name, cell in cells.items():
-        memory, took = off(cell["planned_bytes"], cell["peak_bytes"]), off(cell["planned_s"], cell["seconds"])
-        lines.append(
-            f"| {name} | {cell['planned_bytes'] >> 20:,} | {cell['peak_bytes'] >> 20:,} | {memory:+.1%} "
-            f"| {cell['planned_s']:.1f} | {cell['seconds']:.1f} | {took:+.1%} |"
+    rows = [
+        (
+            name, f"{c['planned_bytes'] >> 20:,}", f"{c['peak_bytes'] >> 20:,}",
+            f"{off(c['planned_bytes'], c['peak_bytes']):+.1%}", f"{c['planned_s']:.1f}", f"{c['seconds']:.1f}",
+            f"{off(c['planned_s'], c['seconds']):+.1%}",
         )
+        for name, c in cells.items()
+    ]  # fmt: skip
+    lines = common.table(["cell", "planned MiB", "peak MiB", "off", "planned s", "took s", "off"], rows).splitlines()
     pairs = {"memory": ("planned_bytes", "peak_bytes"), "time": ("planned_s", "seconds")}
     for what, (planned, measured) in pairs.items():
         errors = [abs(off(cell[planned], cell[measured])) for cell in cells.values()]
@@ -115,7 +93,7 @@ def table(cells: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--models", type=Path, default=Path("models"))
     parser.add_argument("--only", action="append", default=[], metavar="PART")
     parser.add_argument("--out", type=Path)
@@ -124,23 +102,20 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     args = parser.parse_args()
     cells: dict[str, dict[str, Any]] = json.loads(args.out.read_text()) if args.out and args.out.is_file() else {}
-    subprocess.run([sys.executable, "-m", "edgeft", "doctor", "--json"], check=True, stdout=subprocess.DEVNULL)
+    common.edgeft("doctor", "--json")
     for name in MODELS:
         wanted = {f"{name}/{recipe}/{tokens}": (recipe, tokens) for recipe in RECIPES for tokens in TOKENS}
         wanted = {cell: of for cell, of in wanted.items() if all(part in cell for part in args.only)}
         wanted = {cell: of for cell, of in wanted.items() if args.again or cell not in cells}
-        model = find_model(name, args.models) if wanted else None
+        model = common.find_model(args.models, MODELS[name], SHAPES.get(name, "")) if wanted else None
         if wanted and model is None:
-            print(f"{name}: no {MODELS[name]}*.gguf in {args.models}", file=sys.stderr)
+            print(f"{name}: no {MODELS[name]} in {args.models}", file=sys.stderr)
             continue
         for cell, (recipe, tokens) in wanted.items():
             assert model is not None
             cells[cell] = measure(model, recipe, tokens, args.steps, args.set)
             print(table({cell: cells[cell]}).splitlines()[2], flush=True)
-            if args.out:
-                temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")
-                temporary.write_text(json.dumps(cells, indent=1))
-                shutil.move(temporary, args.out)
+            common.write_json(args.out, cells)
     print(table(cells))
 
 

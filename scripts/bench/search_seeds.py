@@ -9,12 +9,11 @@ for each seed, evolution runs with greedy's answer to begin with, and alone.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from pathlib import Path
 
-from edgeft.host.files import atomic_write
+import common
+
 from edgeft.pipeline import prepare
 from edgeft.run.progress import Progress
 from edgeft.search import evolve, files
@@ -22,7 +21,7 @@ from edgeft.search.problem import build_problem
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("search", type=Path)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
@@ -54,18 +53,21 @@ def main() -> None:
             }
         )
     names = ("evolution", "alone", "random", "greedy")
-    print(f"| seed | evolution | without greedy's answer | random, {rows[0]['evaluations']} each | greedy | seconds |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        print(f"| {row['seed']} | " + " | ".join(f"{row[name]:.4f}" for name in names) + f" | {row['seconds']} |")
+    titles = [
+        "seed",
+        "evolution",
+        "without greedy's answer",
+        f"random, {rows[0]['evaluations']} each",
+        "greedy",
+        "seconds",
+    ]
+    print(common.table(titles, [(r["seed"], *(f"{r[name]:.4f}" for name in names), r["seconds"]) for r in rows]))
     wins = {name: sum(row[name] > row["random"] for row in rows) for name in names[:2]}
     print(
         f"\nabove random: {wins['evolution']} of {len(rows)}, without greedy's answer {wins['alone']}; "
         f"not below greedy: {sum(row['evolution'] >= row['greedy'] for row in rows)}"
     )
-    if args.out:
-        with atomic_write(args.out) as file:
-            file.write(json.dumps(rows, indent=1).encode())
+    common.write_json(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -9,35 +9,26 @@ The first run computes the trunk; the second has another learning rate, so nothi
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+import common
+
 
 def first_step_s(folder: Path, args: argparse.Namespace, sets: list[str], cache: Path) -> float:
     """From the start of the process to the end of the first step."""
-    command = [sys.executable, "-m", "edgeft", "finetune", "--recipe", args.recipe, "--out", str(folder)]
-    command += ["--data", args.data] if args.data else []
+    options: list[object] = ["--recipe", args.recipe, "--out", folder, "--until", "train"]
+    options += ["--data", args.data] if args.data else []
     # two steps alone would not pay for compiling the kernels; the run that they stand for does
     every = [f"data.rows={args.rows}", "train.steps=2", "train.validations=1", "how.nice=0", "how.compile=on"]
-    for item in (*every, *args.set, *sets):
-        command += ["--set", item]
     began = time.time()
-    result = subprocess.run(
-        [*command, "--until", "train"], capture_output=True, text=True, env={**os.environ, "EDGEFT_CACHE": str(cache)}
-    )
-    if result.returncode:
-        sys.exit(f"finetune failed:\n{result.stderr}")
-    events = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return float(next(event for event in events if event["event"] == "step")["time"]) - began
+    common.edgeft("finetune", *options, sets=[*every, *args.set, *sets], env={"EDGEFT_CACHE": str(cache)})
+    return float(common.read_events(folder, "step")[0]["time"]) - began
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--data", help="folder with train.jsonl and dev.jsonl; none = the embedded set")
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--recipe", default="sparse-rule")

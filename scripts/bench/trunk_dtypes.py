@@ -8,11 +8,11 @@ Every precision trains from the same weights, on the same rows, in the same orde
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
 
 from edgeft import config
@@ -27,14 +27,13 @@ from edgeft.train import build, trunk
 from edgeft.train.loop import Trainer
 
 
-def states(run: Run, dtype: str) -> tuple[torch.Tensor, float]:
+def states(run: Run) -> tuple[torch.Tensor, float]:
     """(what the cut sees of the first rows, bytes per token of the file)."""
-    run.recipe.how.trunk_dtype = dtype
     stack, scheme, parameters = build.build(run.recipe)
     rows, heldout = tokens.load(run.tokens, texts=False)
-    trainer = Trainer(run, stack, scheme, parameters, rows, heldout, Progress())
-    name = model_id(model_source(run.recipe.model.path))
-    found = trunk.prepare(run, stack, trainer.forest, scheme.cut, name, Progress(), lambda: False)
+    trainer = Trainer(run, stack, scheme, parameters, (rows, heldout), Progress())
+    job = trainer.trunk_job(model_id(model_source(run.recipe.model.path)))
+    found = trunk.prepare(run, job, Progress(), lambda: False)
     assert found is not None
     assert found.states is not None
     size = found.states.path.stat().st_size / len(trainer.forest)
@@ -45,7 +44,7 @@ def states(run: Run, dtype: str) -> tuple[torch.Tensor, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--model")
     parser.add_argument("--data")
     parser.add_argument("--rows", type=int, default=48)
@@ -62,21 +61,24 @@ def main() -> None:
             recipe.model.path, recipe.data.path = args.model, args.data
             run = Run.start(Path(place) / dtype, recipe, False)
             prepare.prepare(run, Progress())
-            hidden, size = states(run, dtype)
+            hidden, size = states(run)
             exact = hidden if dtype == "fp32" else exact
             error = (hidden - exact).norm(dim=1) / exact.norm(dim=1)
             stages.train(run, Progress())
             done = run.read_json(run.done) or {}
             results[dtype] = {"bytes": size, "mean": error.mean(), "worst": error.max(), **done}
     base = results["fp32"]
-    print("| dtype | bytes/token | error, mean | worst token | loss before | − fp32 | loss after | − fp32 |")
-    print("|---|---|---|---|---|---|---|---|")
-    for dtype, row in results.items():
-        print(
-            f"| {dtype} | {row['bytes']:.0f} | {row['mean']:.2e} | {row['worst']:.2e} "
-            f"| {row['base_loss']:.4f} | {row['base_loss'] - base['base_loss']:+.4f} "
-            f"| {row['best_loss']:.4f} | {row['best_loss'] - base['best_loss']:+.4f} |"
+    titles = ["dtype", "bytes/token", "error, mean", "worst token"]
+    titles += ["loss before", "− fp32", "loss after", "− fp32"]
+    rows = [
+        (
+            dtype, f"{row['bytes']:.0f}", f"{row['mean']:.2e}", f"{row['worst']:.2e}",
+            f"{row['base_loss']:.4f}", f"{row['base_loss'] - base['base_loss']:+.4f}",
+            f"{row['best_loss']:.4f}", f"{row['best_loss'] - base['best_loss']:+.4f}",
         )
+        for dtype, row in results.items()
+    ]  # fmt: skip
+    print(common.table(titles, rows))
 
 
 if __name__ == "__main__":

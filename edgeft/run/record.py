@@ -1,0 +1,90 @@
+"""The record of a run: what was asked, what planner, search and engine chose, and why.
+
+It is written once, before training; every later stage reads it. What changes later is an event in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from edgeft import config
+from edgeft.config import ExecutionConfig, Recipe
+from edgeft.errors import ConfigError, DamagedError
+from edgeft.host.files import read_json
+
+BEFORE = "recorded by an earlier version, without reasons"
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What the user lets a run use."""
+
+    device: str = "auto"  # name of the device profile
+    budget_bytes: int = 0  # 0: no limit, nothing is planned
+    fit: bool = False  # the run may learn less to fit
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    kernels: bool  # False: plain torch
+    half: bool  # products of bf16 operands
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    asked: Recipe  # as in recipe.yaml
+    recipe: Recipe  # as it runs: `update`, `model` and `how` are filled in
+    device: str
+    budget_bytes: int
+    engine: EngineChoice
+    execution_why: str  # reason for `recipe.how`
+    update_why: str  # reason for `recipe.update`
+    changed: list[str] = field(default_factory=list)  # by --fit
+    search: dict[str, Any] = field(default_factory=dict)  # its figures; {}: none was needed, or it was skipped
+
+    @staticmethod
+    def read(path: Path) -> Resolved:
+        try:
+            values = read_json(path) or {}
+            for key in ("asked", "recipe"):
+                values[key] = config.build(Recipe, values[key], recorded=True)
+            values["engine"] = EngineChoice(**values["engine"])
+            return Resolved(**values)
+        except (ConfigError, KeyError, TypeError) as error:
+            hint = "start another run: nobody can say what this one was"
+            raise DamagedError(f"{path} is damaged: {error}", hint) from None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_engine(path: Path) -> EngineChoice | None:
+    """`engine.json`, as the search's cache keeps it."""
+    values = read_json(path) or {}
+    kernels, half = values.get("kernels"), values.get("half", False)
+    return EngineChoice(kernels, half, BEFORE) if isinstance(kernels, bool) and isinstance(half, bool) else None
+
+
+def of_earlier_version(folder: Path, recipe: Recipe) -> Resolved | None:
+    """From recipe.yaml with `update.parts` filled in, plan.json, search.json and engine.json; None: not begun."""
+    engine = read_engine(folder / "engine.json")
+    if engine is None and not (folder / "best.safetensors").is_file():
+        return None
+    engine = engine or EngineChoice(kernels=False, half=False, why=BEFORE)
+    planned, search = read_json(folder / "plan.json") or {}, read_json(folder / "search.json") or {}
+    how = recipe.how
+    with suppress(ConfigError):  # a plan of another form
+        how = config.build(ExecutionConfig, planned.get("how") or {}, "how", how, recorded=True)
+    compiled, products = "on" if engine.kernels else "off", "bf16" if engine.half else "fp32"
+    effective = replace(recipe, how=replace(how, compile=compiled, products=products))
+    budget, figures = planned.get("budget_bytes") or 0, search_figures(search)
+    return Resolved(recipe, effective, "unknown", int(budget), engine, BEFORE, BEFORE, search=figures)
+
+
+def search_figures(search: dict[str, Any]) -> dict[str, Any]:
+    """What of search.json the record keeps."""
+    return {key: search[key] for key in ("trained_parameters", "cut", "gain_share", "peak_bytes") if key in search}
