@@ -370,14 +370,14 @@ def show_data(
     as_json: JsonOption = False,
 ) -> None:
     """What is in a data file, and what the model would see of it."""
-    from edgeft.data.inspect import look
+    from edgeft.data.inspect import describe
     from edgeft.data.rows import load
     from edgeft.formats.tokenizer import open_tokenizer
     from edgeft.ui.inspect import print_data
 
     chosen = dataclasses.replace(config.apply_sets(config.Recipe(), sets or ()).data, path=file)
     offline.disable_network_if(no_network, model_source(model), file, chosen.heldout)
-    summary = look(load(chosen), open_tokenizer(model_source(model)), chosen)
+    summary = describe(load(chosen), open_tokenizer(model_source(model)), chosen)
     if as_json:
         print_json(summary)
     else:

@@ -217,7 +217,7 @@ def test_knobs_lists_every_declared_knob_with_type_default_limits_and_explanatio
             assert (knob["low"], knob["high"]) == (field.metadata.get("low"), field.metadata.get("high")), key
     assert {key for _, key in knobs} == {f"update.parts[].{f.name}" for f in dataclasses.fields(config.PartConfig)}
     shown = " ".join(runner.invoke(app, ["knobs", "WARM"]).stdout.split())
-    assert "train.warmup a number, from 0 to 1; default 0.05 share of the steps with rising" in shown
+    assert "train.warmup a number, from 0 to 1; default 0.05 share of the steps in which the" in shown
     assert "train.epochs" not in shown
     assert "budget_bytes (device)" in runner.invoke(app, ["knobs", "device"]).stdout
 

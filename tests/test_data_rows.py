@@ -323,8 +323,8 @@ def test_missing_files_and_odd_folders(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "b.jsonl")
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "a.jsonl")
     for path, message in [
-        (tmp_path / "none.jsonl", "there is no file or folder"),
-        ("owner/none.jsonl", "there is no file or folder"),
+        (tmp_path / "none.jsonl", "no file or folder"),
+        ("owner/none.jsonl", "no file or folder"),
         (tmp_path / "empty", "holds no data files"),
         (tmp_path / "a.jsonl", "leads back to itself"),
         (tmp_path / "x" / ("n" * 300), "cannot read|no file"),
@@ -332,7 +332,7 @@ def test_missing_files_and_odd_folders(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message) as error:
             load(DataConfig(path=str(path)))
         assert error.value.exit_code == 4
-    with pytest.raises(DataError, match="there is no file or folder"):
+    with pytest.raises(DataError, match="no file or folder"):
         load(DataConfig(heldout=str(tmp_path / "none.jsonl")))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgeft.config import DataConfig
-from edgeft.data.inspect import look
+from edgeft.data.inspect import describe
 from edgeft.data.rows import Dataset, Row
 from edgeft.data.tokens import Encoded, encode_rows, load, prompt_ids, save
 from edgeft.errors import DataError, RunError
@@ -292,7 +292,7 @@ def test_look(tokenizer: GgufTokenizer) -> None:
         "by hand",
         [("x:1", "answer is empty"), ("x:2", "answer is empty")],
     )
-    found = look(dataset, tokenizer, DataConfig(max_tokens=100))
+    found = describe(dataset, tokenizer, DataConfig(max_tokens=100))
     json.dumps(found)
     assert found["rows"] == {"train": 6, "heldout": 1}
     assert found["usable"] == {"train": 5, "heldout": 1}

@@ -487,7 +487,7 @@ def test_pipes_and_devices_are_no_data(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
     for name in ("pipe.jsonl", "zero.jsonl"):
-        with pytest.raises(DataError, match="no regular file"):
+        with pytest.raises(DataError, match="not a regular file"):
             load(DataConfig(path=str(tmp_path / name)))
     (tmp_path / "zero.jsonl").unlink()
     (tmp_path / "archive.zip").write_bytes(b"PK\x03\x04" + bytes(100))

@@ -84,7 +84,7 @@ def imported(node: ast.AST) -> list[str]:
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def cycles() -> list[str]:
     graph, done, cycles = imports(), set[str](), []
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -97,7 +97,11 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
     for module in sorted(graph):
         visit(module, ())
-    assert not cycles, "\n".join(cycles)
+    return cycles
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert not cycles(), "\n".join(cycles())
 
 
 # Files that name tokenizers, some of which have the names of architectures.
@@ -114,3 +118,22 @@ def test_no_architecture_is_named_outside_arch() -> None:
         if isinstance(node, ast.Constant) and node.value in names
     ]
     assert not named, "\n".join(named)
+
+
+# Where ctypes is allowed: platform code, file formats, the backend; llama.cpp's own Python interface is ctypes.
+FOREIGN = ("edgeft.host.", "edgeft.formats.", "edgeft.engine.kernels", "edgeft.evaluate.llamacpp")
+
+
+def test_only_a_backend_knows_addresses_and_vectors() -> None:
+    """ctypes, data_ptr() and the lanes of a vector: a backend for other hardware replaces one file."""
+    wrong = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        module = module_of(file)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            word = node.attr if isinstance(node, ast.Attribute) else ""
+            if "ctypes" in names and not module.startswith(FOREIGN):
+                wrong.append(f"{module} imports ctypes")
+            if word in ("data_ptr", "lanes") and module != "edgeft.engine.kernels":
+                wrong.append(f"{module} uses .{word}")
+    assert not wrong, "\n".join(wrong)

@@ -180,6 +180,8 @@ def test_report_tells_the_story(run: Run) -> None:
     assert "lm-evaluation-harness" in text
     assert "Cortex-A76, 4 cores, 7.9 GiB" in text
     assert "prefers-color-scheme: dark" in text
+    assert "search: 20.0 s" in text
+    assert "whole run 1 min 22 s" in text
 
 
 def test_steps_that_were_done_again_count_once(run: Run) -> None:

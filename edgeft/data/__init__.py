@@ -1,1 +1,1 @@
-"""Rows of any known format, and the tokens and answer masks made from them."""
+"""Rows of any known format, and the token ids, answer masks and prefix forest made from them; numpy only."""

@@ -1,6 +1,6 @@
 """Files, folders and hub ids to records, each with the place it came from.
 
-A record is what the file holds, not yet judged; what cannot be read is always a DataError that names file and line.
+A record is unchecked file content; what cannot be read is always a DataError that names file and line.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from edgeft.errors import DataError
 from edgeft.host import offline
 from edgeft.host.offline import go_offline_if_cut_off
 
-Found = tuple[str, Any]  # where a record stands ("train.jsonl:12"), and the record as read
+Record = tuple[str, Any]  # source ("train.jsonl:12") and content
 
 TEXT_ENDINGS = (".txt", ".md", ".markdown")
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-HELDOUT_NAMES = ("heldout", "dev", "valid", "validation", "val", "eval", "test")  # the first that is there is taken
+HELDOUT_NAMES = ("heldout", "dev", "valid", "validation", "val", "eval", "test")  # the first that exists is used
 LIST_KEYS = ("data", "rows", "train", "examples", "items", "records")  # where a JSON object may keep its rows
 NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 KNOWN_HINT = f"known endings: {' '.join(TABLE_ENDINGS + TEXT_ENDINGS)}"
@@ -55,7 +55,7 @@ class Paragraph:
 class Source:
     name: str  # short, for messages
     file: str  # path, or hub id and split
-    records: Iterable[Found]
+    records: Iterable[Record]
 
 
 # ---------------------------------------------------------------- one file to records
@@ -68,7 +68,7 @@ def _lines(path: Path, name: str) -> Iterator[str]:
             if len(raw) > MAX_LINE_BYTES:
                 raise DataError(f"{name}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB", ROW_HINT)
             if number > MAX_ROWS:
-                raise DataError(f"{name} has more than {MAX_ROWS:,} lines", "take a part of it")
+                raise DataError(f"{name} has more than {MAX_ROWS:,} lines", "use a part of it")
             try:
                 yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError:
@@ -86,13 +86,13 @@ def _parse(text: str, name: str, first_line: int = 1) -> Any:
         raise DataError(f"{name}, line {first_line}: JSON that cannot be read ({error})") from None
 
 
-def _read_jsonl(path: Path, name: str) -> Iterator[Found]:
+def _read_jsonl(path: Path, name: str) -> Iterator[Record]:
     for number, line in enumerate(_lines(path, name), 1):
         if line.strip():
             yield f"{name}:{number}", _parse(line, name, number)
 
 
-def _read_json(path: Path, name: str) -> Iterator[Found]:
+def _read_json(path: Path, name: str) -> Iterator[Record]:
     if path.stat().st_size > MAX_WHOLE_BYTES:
         raise DataError(
             f"{name} has more than {MAX_WHOLE_BYTES >> 20} MiB, and JSON is read whole",
@@ -131,7 +131,7 @@ def _flat(records: list[Any]) -> Iterator[Any]:
                 yield {"context": paragraph.get("context"), **one}
 
 
-def _read_csv(path: Path, name: str) -> Iterator[Found]:
+def _read_csv(path: Path, name: str) -> Iterator[Record]:
     csv.field_size_limit(MAX_LINE_BYTES)
     header = next(_lines(path, name), "")
     delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t|", key=header.count)
@@ -146,7 +146,7 @@ def _read_csv(path: Path, name: str) -> Iterator[Found]:
         ) from None
 
 
-def _read_parquet(path: Path, name: str) -> Iterator[Found]:
+def _read_parquet(path: Path, name: str) -> Iterator[Record]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -155,7 +155,7 @@ def _read_parquet(path: Path, name: str) -> Iterator[Found]:
     try:
         with parquet.ParquetFile(path, memory_map=False) as file:
             if file.metadata.num_rows > MAX_ROWS:
-                raise DataError(f"{name} claims {file.metadata.num_rows:,} rows", "take a part of it")
+                raise DataError(f"{name} claims {file.metadata.num_rows:,} rows", "use a part of it")
             number = 0
             for batch in file.iter_batches(batch_size=256, use_threads=False):
                 if batch.nbytes > MAX_WHOLE_BYTES:
@@ -170,7 +170,7 @@ def _read_parquet(path: Path, name: str) -> Iterator[Found]:
         raise DataError(f"{name} is not a readable Parquet file: {reason}", "write the file again") from None
 
 
-def _read_text(path: Path, name: str) -> Iterator[Found]:
+def _read_text(path: Path, name: str) -> Iterator[Record]:
     """Paragraphs between blank lines."""
     before, start, part = "", 1, list[str]()
     for number, line in enumerate([*_lines(path, name), ""], 1):
@@ -187,18 +187,18 @@ READERS = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, "
 READERS |= {".parquet": _read_parquet, **dict.fromkeys(TEXT_ENDINGS, _read_text)}
 
 
-def _read_file(path: Path, name: str) -> Iterator[Found]:
+def _read_file(path: Path, name: str) -> Iterator[Record]:
     read = READERS.get(path.suffix.lower())
     if read is None:
         raise DataError(f"{name}: unknown file ending `{path.suffix}`", KNOWN_HINT)
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever, a device would never end
-            raise DataError(f"{name} is no regular file", KNOWN_HINT)
+        if not stat.S_ISREG(status.st_mode):  # a pipe would block, a device would never end
+            raise DataError(f"{name} is not a regular file", KNOWN_HINT)
         if status.st_size == 0:
             raise DataError(f"{name} is empty", ROW_HINT)
         if status.st_size > MAX_FILE_BYTES:
-            raise DataError(f"{name} has more than {MAX_FILE_BYTES >> 30} GiB", "take a part of it: `head -n 100000`")
+            raise DataError(f"{name} has more than {MAX_FILE_BYTES >> 30} GiB", "use a part of it: `head -n 100000`")
         yield from read(path, name)
     except OSError as error:
         raise os_error(error, name) from None
@@ -206,9 +206,9 @@ def _read_file(path: Path, name: str) -> Iterator[Found]:
 
 def os_error(error: OSError, name: str) -> DataError:
     if error.errno == errno.ENOENT:
-        return DataError(f"there is no file or folder {name}", "give a file, a folder or a hub id (owner/name)")
+        return DataError(f"no file or folder {name}", "give a file, a folder or a hub id (owner/name)")
     if error.errno in (errno.EACCES, errno.EPERM):
-        return DataError(f"no permission to read {name}", "`ls -l` shows who may; `chmod u+r` lets you")
+        return DataError(f"no permission to read {name}", "check with `ls -l`; `chmod u+r` grants it")
     if error.errno == errno.ELOOP:
         return DataError(f"{name} is a symbolic link that leads back to itself", "give the file itself")
     return DataError(f"cannot read {name}: {error.strerror or error}")
@@ -218,7 +218,7 @@ def os_error(error: OSError, name: str) -> DataError:
 
 
 def _check_inside(path: Path, folders: list[Path]) -> None:
-    """A folder from elsewhere may hold links to what is private: nobody asked for that to be trained on."""
+    """A downloaded folder may hold links to private files, which must not become training data."""
     real = path.resolve()
     if not any(real.is_relative_to(folder) for folder in folders):
         raise DataError(f"{path} is a link that leads out of its folder, to {real}", "give that file or folder itself")
@@ -244,10 +244,10 @@ def _walk(folder: Path) -> list[Path]:
         _check_inside(Path(root), inside)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         usable = [Path(root, name) for name in sorted(names) if not name.startswith(".") and name not in NOT_ROWS]
-        found = [path for path in usable if path.suffix.lower() in READERS and path.is_file()]
-        for path in found:
+        readable = [path for path in usable if path.suffix.lower() in READERS and path.is_file()]
+        for path in readable:
             _check_inside(path, inside)
-        files += found
+        files += readable
     tables = [path for path in files if path.suffix.lower() in TABLE_ENDINGS]
     if not files:
         raise DataError(f"{folder} holds no data files", KNOWN_HINT)
@@ -271,22 +271,22 @@ def _hub(name: str) -> dict[str, Source]:
         splits = datasets.load_dataset(identifier, part or None)
     except ImportError:
         raise DataError(f"{name}: hub ids need `datasets`", "pip install datasets") from None
-    except Exception as error:  # the hub client, its transport and the set's files raise what they like
+    except Exception as error:  # the hub client, its transport and the files raise many kinds
         if offline.on():
             raise DataError(
-                f"{name} is neither a file nor in the hub's cache here, and this is offline", offline.HINT
+                f"{name} is neither a file nor in the hub's cache, and the network is disabled", offline.HINT
             ) from None
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         if "onfig name is missing" in str(error):
             hint = f"choose a configuration: `{name}:NAME`"
-        raise DataError(f"there is no file or folder {name}, and the hub gave no data set: {reason}", hint) from None
+        raise DataError(f"no file or folder {name}, and no such data set on the hub: {reason}", hint) from None
     return {
         str(split): Source(name, f"{name}/{split}", hub_records(f"{name}/{split}", table))
         for split, table in splits.items()
     }
 
 
-def hub_records(name: str, table: Any) -> Iterator[Found]:
+def hub_records(name: str, table: Any) -> Iterator[Record]:
     labels = {column: feature for column, feature in table.features.items() if hasattr(feature, "int2str")}
     for number, record in enumerate(table, 1):
         for column, feature in labels.items():  # kept as numbers; -1 stands for unknown
@@ -316,7 +316,7 @@ def find(path: str, without: str | None = None) -> tuple[list[Source], list[Sour
         return [Source(place.name, str(place), _read_file(place, place.name))], []
     files = [file for file in _walk(place) if file.resolve() != excluded]
     train = _named(files, "train")
-    heldout = next((found for name in HELDOUT_NAMES if (found := _named(files, name))), [])
+    heldout = next((matching for name in HELDOUT_NAMES if (matching := _named(files, name))), [])
     if not (train and heldout):
         train, heldout = files, []
 

@@ -1,4 +1,4 @@
-"""Rows as a prefix forest: a token that several rows begin with stands once.
+"""Rows as a prefix forest: a shared prefix is stored once.
 
 Loss and gradients of a batch taken from the forest are those of its rows computed one by one.
 """
@@ -57,7 +57,7 @@ class Forest:
         return np.unique(np.concatenate([self.paths[i] for i in rows]))
 
     def micro_batches(self, rows: Sequence[int], tokens: int) -> Iterator[list[int]]:
-        """Rows in parts of at most so many forest tokens (one row at least); a group is split only if it must be."""
+        """Rows in parts of at most `tokens` forest tokens (at least one row); groups are split only if necessary."""
         part: list[int] = []
         held: set[int] = set()
         for group in self.groups(rows):

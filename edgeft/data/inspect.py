@@ -1,6 +1,6 @@
-"""What is in a data set, for `edgeft data`.
+"""Statistics of a data set, for `edgeft data`.
 
-Nothing is printed and nothing is written here; the result holds only what JSON can hold.
+Nothing is printed or written here; the result is plain JSON.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from edgeft.formats.tokenizer import Tokenizer
 BINS = 8  # of the token histogram, and one for what is longer than max_tokens
 
 
-def look(dataset: Dataset, tokenizer: Tokenizer, config: DataConfig) -> dict[str, Any]:
-    """Counts, lengths, what is lost and why, and one row as the model sees it."""
+def describe(dataset: Dataset, tokenizer: Tokenizer, config: DataConfig) -> dict[str, Any]:
+    """Counts, lengths, dropped rows with reasons, and one row as the model sees it."""
     encoder = Encoder(tokenizer, config.max_tokens, config.system)
     train, heldout = encoder.encode(dataset.train), encoder.encode(dataset.heldout)
     both = train + heldout

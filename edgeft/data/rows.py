@@ -29,7 +29,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What decides the side of the split: the context, else the first question, else the text."""
+        """Decides the side of the split: the context, else the first question, else the text."""
         first = next((m["content"] for m in self.messages if m["role"] == "user"), "")
         return " ".join((self.context or first or self.text or "").split())
 
@@ -40,7 +40,7 @@ class Dataset:
     heldout: list[Row]
     format: str
     files: list[str]
-    split: str  # how the held-out rows came about, for people
+    split: str  # how the held-out rows were chosen, for display
     skipped: list[tuple[str, str]] = field(default_factory=list)  # (source, reason)
 
 
@@ -105,7 +105,7 @@ def _messages(items: Any) -> list[dict[str, str]]:
 def _chat(record: dict[str, Any]) -> Row:
     messages = _messages(record.get("messages", record.get("conversations", record.get("conversation"))))
     while messages and messages[-1]["role"] != "assistant":
-        messages.pop()  # nobody answers these
+        messages.pop()  # these have no answer
     if not any(m["role"] == "user" for m in messages):
         raise Unusable("no user message with an answer after it")
     if not messages[-1]["content"].strip():
@@ -242,10 +242,10 @@ def split_by_hash(rows: list[Row], share: float, name: str) -> tuple[list[Row], 
 
 
 def load(config: DataConfig, for_eval: bool = False) -> Dataset:
-    """Rows for training and held-out rows; `for_eval`: held-out rows only, a single file taken whole."""
+    """Rows for training and held-out rows; `for_eval`: held-out rows only; all rows of a single file."""
     path = config.path or str(Path(__file__).parent.parent / "demo")
     named = config.heldout
-    if named and not exists(named):  # perhaps meant beside the data
+    if named and not exists(named):  # relative to the data folder
         beside = place(path)
         beside = (beside if beside.is_dir() else beside.parent) / named
         named = str(beside) if exists(beside) else named

@@ -64,7 +64,7 @@ def common_prefix(a: Any, b: Any) -> int:
 
 
 class Encoder:
-    """Encodes rows with one tokenizer and limit; collects what was dropped."""
+    """Encodes rows with one tokenizer and limit; collects the dropped rows."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, system: str | None) -> None:
         self.tokenizer = tokenizer
@@ -157,7 +157,7 @@ class Encoder:
     def _cut_context(
         self, context: str, messages: Messages, ids: list[int], trained: list[bool]
     ) -> tuple[list[int], list[bool]]:
-        """Takes as many tokens as needed from the end of the context; too long a result if that is not enough."""
+        """Cuts tokens from the end of the context; the result is too long if that is not enough."""
         encode = self.tokenizer.encode
         asked = next(i for i, message in enumerate(messages) if message["role"] == "user")
         before, _, after = messages[asked]["content"].partition(context)
@@ -189,8 +189,8 @@ class Encoder:
             begin = common_prefix(text, render(tokenizer, messages[:i], generate=True)) if i else 0
             first = token_at(begin)
             content = message["content"].strip()
-            found = text.find(content, begin)
-            stop = found + len(content) if found >= 0 else len(text.rstrip())
+            at = text.find(content, begin)
+            stop = at + len(content) if at >= 0 else len(text.rstrip())
             last = i == len(messages) - 1
             # An end token that is part of the answer's own text does not end the answer.
             search = token_at(stop) if any(mark in content for mark in self._end_texts) else first
@@ -205,8 +205,8 @@ class Encoder:
         return ids[:end], trained[:end]
 
     def _turn_end(self, text: str, messages: Messages, stop: int, token_at: Callable[[int], int]) -> int:
-        """The token where the turn after `messages` begins. Some templates show an earlier answer otherwise than the
-        last one; then the next end token counts, wherever it stands."""
+        """The token where the turn after `messages` begins. Some templates render an earlier answer unlike the
+        last one; then the next end token counts, wherever it is."""
         shown = common_prefix(text, render(self.tokenizer, messages, generate=False))
         return token_at(shown if shown >= stop else len(text))
 
@@ -215,7 +215,7 @@ class Encoder:
 
 
 def save(path: Path, train: list[Encoded], heldout: list[Encoded]) -> None:
-    """One .npz without pickles, complete or not there."""
+    """One .npz without pickles, written atomically."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for side, rows in (("train", train), ("heldout", heldout)):
         records = [asdict(encoded.row) | {"text": None} for encoded in rows]  # a text row's text is its ids
@@ -231,14 +231,14 @@ def save(path: Path, train: list[Encoded], heldout: list[Encoded]) -> None:
 def load(path: Path, texts: bool = True) -> tuple[list[Encoded], list[Encoded]]:
     """(train, heldout) as they were saved; without `texts` ids and masks alone, which is all that training needs."""
     try:
-        with zipfile.ZipFile(path) as packed:  # it is written uncompressed: nothing in it can be larger than it is
+        with zipfile.ZipFile(path) as packed:  # written uncompressed: no part can be larger than the file
             if sum(entry.file_size for entry in packed.infolist()) > path.stat().st_size:
                 raise ValueError("its parts are larger than the whole")
         with np.load(path, allow_pickle=False) as arrays:
             return _unpack(arrays, "train", texts), _unpack(arrays, "heldout", texts)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}", "prepare the rows again") from None
-    except Exception as error:  # zipfile and numpy raise a dozen kinds on bytes that are not theirs
+    except Exception as error:  # zipfile and numpy raise a dozen kinds on damaged files
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise RunError(f"{path} is damaged: {reason}", "delete it, and the rows are prepared again") from None
 
@@ -252,7 +252,7 @@ def _unpack(arrays: Any, side: str, texts: bool) -> list[Encoded]:
     if len(sizes) > 1 or ends != sorted(ends) or not len(ids) == len(trained) == ends[-1]:
         raise ValueError("its parts do not fit together")
     if (ids.dtype, trained.dtype) != (np.int32, np.bool_) or (len(ids) and ids.min() < 0):
-        raise ValueError("its tokens are none")
+        raise ValueError("its token ids are invalid")
     spans = zip(ends, ends[1:], rows, cut.tolist(), strict=False)
     return [Encoded(ids[start:end], trained[start:end], row, removed) for start, end, row, removed in spans]
 
@@ -263,5 +263,5 @@ def _row(record: dict[str, Any]) -> Row:
     for message in row.messages:
         texts += [message["role"], message["content"]]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a row holds what is no text")
+        raise ValueError("a row holds a value that is not text")
     return row

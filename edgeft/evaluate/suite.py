@@ -178,10 +178,10 @@ def _sources(data: DataConfig) -> list[files.Source]:
     return held or main
 
 
-def _split(records: list[files.Found]) -> tuple[list[tuple[str, dict[str, Any]]], list[files.Found]]:
+def _split(records: list[files.Record]) -> tuple[list[tuple[str, dict[str, Any]]], list[files.Record]]:
     """(records with choices, others)."""
     with_choices: list[tuple[str, dict[str, Any]]] = []
-    rest: list[files.Found] = []
+    rest: list[files.Record] = []
     for where, record in records:
         if isinstance(record, dict):
             plain = {str(key).strip().lower(): value for key, value in record.items()}

@@ -1,6 +1,6 @@
-"""What a run folder tells, put in order: scores, curves, memory, time, what was updated.
+"""The contents of a run folder as one object: scores, curves, memory, time, updated tensors.
 
-Only files of the run and the two models are read; what is missing is None or empty, never made up.
+Only files of the run and the two models are read; a missing value is None or empty, never a guess.
 """
 
 from __future__ import annotations
@@ -21,26 +21,16 @@ from edgeft.methods import scheme as schemes
 from edgeft.run.events import EvalEvent, PauseEvent, PrepareEvent, ValidationEvent, read_events
 from edgeft.run.folder import Run
 
-STAGES = ("prepare", "search", "trunk", "train", "held-out loss", "export", "evaluate")  # as they follow each other
+STAGES = ("prepare", "search", "trunk", "train", "held-out loss", "export", "evaluate")  # in this order
 MAP_ROWS = ("q", "k", "v", "o", "gate", "up", "down", "norms", "biases")
-NAMES = {
-    "attn_q": "q",
-    "attn_k": "k",
-    "attn_v": "v",
-    "attn_output": "o",
-    "ffn_gate": "gate",
-    "ffn_up": "up",
-    "ffn_down": "down",
-}
 
 
 @dataclass
 class TensorMap:
-    """Blocks × tensors: how far each moved, ‖after - before‖ / ‖before‖; None where nothing was updated."""
+    """Blocks × tensors: relative change ‖after - before‖ / ‖before‖; None where only the update is known."""
 
     depth: int
     moved: dict[tuple[int, str], float | None] = field(default_factory=dict)
-    measured: bool = True  # False: updated or not is all that is known
 
 
 @dataclass
@@ -50,7 +40,7 @@ class RunSummary:
     recipe: Any
     model: str
     result: dict[str, Any] | None  # base and tuned on held-out rows
-    suites: list[dict[str, Any]]  # other suites that were run
+    suites: list[dict[str, Any]]  # other suites
     harness: dict[str, Any] | None
     done: dict[str, Any]
     plan: dict[str, Any]
@@ -63,7 +53,7 @@ class RunSummary:
     stages: list[tuple[str, float]]  # name, seconds
     peaks: dict[str, int]  # highest memory in bytes, by stage
     heat: list[tuple[float, float]]  # seconds since the first reading, °C
-    throttled: list[str]  # by what the system slowed the machine down
+    throttled: list[str]  # reasons for which the system slowed the machine down
     map: TensorMap | None
     base_bytes: int | None
     tuned_bytes: int | None
@@ -112,38 +102,38 @@ def _number(value: Any) -> bool:
 
 
 def _latest(events: Any) -> list[dict[str, Any]]:
-    """One event a step, the last: steps after the last checkpoint are done again by a resumed run."""
-    found = {e["step"]: e for e in events if isinstance(e.get("step"), int)}
-    return [found[step] for step in sorted(found)]
+    """The last event of each step: a resumed run repeats the steps after its checkpoint."""
+    last = {e["step"]: e for e in events if isinstance(e.get("step"), int)}
+    return [last[step] for step in sorted(last)]
 
 
 def base_file(run: Run) -> Path | None:
-    """The GGUF file that was tuned, if it is there."""
+    """The base model, if it is a GGUF file on this machine."""
     path = run.recipe.model.path
     file = Path(path) if path else demo_model()
     return file if file is not None and file.is_file() and is_gguf(str(file)) else None
 
 
 def results(run: Run) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """(the run's own held-out rows, other suites)."""
+    """(result on the run's held-out rows, results of other suites)."""
     main = _scores(run, run.evaluation) or _scores(run, run.path / "eval-trainer.json")
     others: dict[str, dict[str, Any]] = {}
-    for file in sorted(run.path.glob("eval-*.json"), reverse=True):  # eval-keep.json, as shipped, over -trainer
-        found = _scores(run, file)
-        if found and isinstance(found.get("suite"), str) and found["suite"] != "qa":
-            others[found["suite"]] = found
+    for file in sorted(run.path.glob("eval-*.json"), reverse=True):  # eval-keep.json replaces eval-keep-trainer.json
+        other = _scores(run, file)
+        if other and isinstance(other.get("suite"), str) and other["suite"] != "qa":
+            others[other["suite"]] = other
     return main, [others[name] for name in sorted(others)]
 
 
 def _scores(run: Run, file: Path) -> dict[str, Any] | None:
-    """A result whose parts are tables, as they were written; one that was damaged since is none."""
-    found = run.read_json(file) or {}
-    tables = all(isinstance(found.get(key) or {}, dict) for key in ("base", "difference", "verdict"))
-    return found if tables and isinstance(found.get("tuned"), dict) else None
+    """A result file; None if it is missing or damaged."""
+    result = run.read_json(file) or {}
+    tables = all(isinstance(result.get(key) or {}, dict) for key in ("base", "difference", "verdict"))
+    return result if tables and isinstance(result.get("tuned"), dict) else None
 
 
 def _memory(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Time runs while training does: pauses between the processes of one run are left out."""
+    """(seconds of training, bytes); time between two processes of one run does not count."""
     ends = itertools.accumulate(float(e.get("seconds") or 0.0) for e in steps)
     return [(end, e["rss_bytes"]) for end, e in zip(ends, steps, strict=True) if e.get("rss_bytes")]
 
@@ -168,54 +158,56 @@ def paused(events: list[dict[str, Any]]) -> dict[str, float]:
 
 def _stages(run: Run, events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple[str, float]]:
     """Seconds worked by stage, then seconds paused by reason; validation counts apart from training."""
-    checks_s = sum(event.seconds for event in read_events(ValidationEvent, events))
-    scored = {(event.suite, event.who): event.seconds for event in read_events(EvalEvent, events)}
     times: dict[str, float] = {}
     for event in run.stages():
         times[event.stage] = times.get(event.stage, 0.0) + event.worked_s
+    checks_s = sum(event.seconds for event in read_events(ValidationEvent, events))
+    scored = {(event.suite, event.who): event.seconds for event in read_events(EvalEvent, events)}
     if times:
         times["train"] = times.get("train", 0.0) - checks_s
-        times["evaluate"] = times.pop("eval", 0.0) or sum(scored.values())
-    else:  # a run made before there were stage events
-        prepared = next((event.seconds for event in read_events(PrepareEvent, events)), 0.0)
-        trained = sum(float(e.get("seconds") or 0.0) for e in steps)
-        times = {"prepare": prepared, "train": trained, "evaluate": sum(scored.values())}
-    order = [*STAGES, *(name for name in times if name not in STAGES)]
-    times["held-out loss"] = checks_s
-    rows = [(name, times.get(name, 0.0)) for name in order]
+    else:
+        times = _times_without_stage_events(events, steps)
+    times |= {"held-out loss": checks_s, "evaluate": times.pop("eval", 0.0) or sum(scored.values())}
+    rows = [(name, times.get(name, 0.0)) for name in STAGES]
     rows += [(f"paused: {why}", seconds) for why, seconds in paused(events).items()]
     return [(name, seconds) for name, seconds in rows if seconds > 0.005]
+
+
+def _times_without_stage_events(events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Of an old run folder: no time of search, trunk and export."""
+    prepared = next((event.seconds for event in read_events(PrepareEvent, events)), 0.0)
+    return {"prepare": prepared, "train": sum(float(e.get("seconds") or 0.0) for e in steps)}
 
 
 # ---------------------------------------------------------------- what was updated
 
 
 def tensor_map(run: Run, origin: Path | None, scheme: dict[str, Any]) -> TensorMap | None:
-    """From the two files, so that it shows what is in them; without a base file, from the scheme."""
+    """From the base and the tuned file; without a base file, from the scheme."""
     try:
         if origin is not None and run.model.is_file():
             return compare_files(GGUF.open(origin), GGUF.open(run.model))
         if run.model.is_file() and scheme.get("blocks"):
             tuned = GGUF.open(run.model)
             depth = int(tuned.need("block_count"))
-            chosen = schemes.make(run.effective.update, depth, of_gguf(tuned))
-            keys = [*chosen.shares, *((b, "norms") for b in chosen.norms), *((b, "biases") for b, _ in chosen.biases)]
-            return TensorMap(depth, dict.fromkeys(keys), measured=False)
+            made = schemes.make(run.effective.update, depth, of_gguf(tuned))
+            keys = [*made.shares, *((b, "norms") for b in made.norms), *((b, "biases") for b, _ in made.biases)]
+            return TensorMap(depth, dict.fromkeys(keys))
     except (EdgeftError, KeyError, OSError):
-        pass  # a report without its map is better than none
+        pass  # the report does without its map
     return None
 
 
 def compare_files(base: GGUF, tuned: GGUF) -> TensorMap:
-    """Tensors that keep their bytes did not move; others are unpacked and compared. Norms and biases of a block are
-    one figure each; biases that were added have nothing to be compared with and are measured as they are."""
-    found = TensorMap(int(base.need("block_count")))
+    """Relative change of every tensor whose bytes differ. Norms and biases of a block are one figure each; an added
+    bias counts with its norm."""
+    rows = {linear.gguf: row for row, linear in of_gguf(tuned).linears.items()}
     sums: dict[tuple[int, str], tuple[float, float]] = {}
     for name in tuned.tensors:
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         if not match:
             continue
-        row = NAMES.get(match[2]) if match[3] == "weight" else "biases"
+        row = rows.get(match[2]) if match[3] == "weight" else "biases"
         row = row or ("norms" if "norm" in match[2] else None)
         if row is None:
             continue
@@ -228,8 +220,10 @@ def compare_files(base: GGUF, tuned: GGUF) -> TensorMap:
         size = float(np.square(before).sum(dtype=np.float64)) if before is not None else 0.0
         key = (int(match[1]), row)
         sums[key] = (sums.get(key, (0.0, 0.0))[0] + change, sums.get(key, (0.0, 0.0))[1] + size)
-    found.moved = {key: float(np.sqrt(c / s)) if s > 0 else float(np.sqrt(c)) for key, (c, s) in sums.items()}
-    return found
+    moved: dict[tuple[int, str], float | None] = {
+        k: float(np.sqrt(c / s if s > 0 else c)) for k, (c, s) in sums.items()
+    }
+    return TensorMap(int(base.need("block_count")), moved)
 
 
 def _values(gguf: GGUF, name: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Figures and verdicts in words; shared by the command line, the report and the model card."""
+"""Metrics and verdicts as text, for the command line, the report and the model card."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def figure(name: str, value: float | None) -> str:
     return f"{value:.4f}" if name == "loss" else f"{value:.1f} %"
 
 
-def difference(name: str, found: dict[str, Any] | None) -> str:
+def difference(name: str, change: dict[str, Any] | None) -> str:
     """`+84.0 (75.1 to 92.0)`."""
-    if found is None:
+    if change is None:
         return ""
     digits = 3 if name in PLAIN else 1
-    interval = "" if found["low"] is None else f" ({found['low']:+.{digits}f} to {found['high']:+.{digits}f})"
-    return f"{found['value']:+.{digits}f}{interval}"
+    interval = "" if change["low"] is None else f" ({change['low']:+.{digits}f} to {change['high']:+.{digits}f})"
+    return f"{change['value']:+.{digits}f}{interval}"
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """One sentence: better or not, by how much, how sure."""
+    """One sentence: better or not, by how much, with its interval."""
     found = result.get("verdict")
     if not found:
         return ""
@@ -44,17 +44,13 @@ def verdict(result: dict[str, Any]) -> str:
     unit = "nats per token" if name == "loss" else "points"
     digits = 3 if name in PLAIN else 1
     if change["low"] is None:
-        return f"{_title(name)} changed by {change['value']:+.{digits}f} {unit}; one row is too few to say more."
+        return f"{METRICS[name]} changed by {change['value']:+.{digits}f} {unit}; one row gives no interval."
     interval = f"95 % interval {change['low']:+.{digits}f} to {change['high']:+.{digits}f}, {result['rows']} rows"
     if found["result"] == "unclear":
         return (
-            f"No clear difference: {_title(name)} changed by {change['value']:+.{digits}f} {unit}, and the interval "
-            f"holds zero ({interval})."
+            f"No clear difference: {METRICS[name]} changed by {change['value']:+.{digits}f} {unit}, and the interval "
+            f"contains zero ({interval})."
         )
     word = "rose" if change["value"] > 0 else "fell"
     size = f"{abs(change['value']):.{digits}f} {unit}"
-    return f"{found['result'].capitalize()}: {_title(name)} {word} by {size} ({interval})."
-
-
-def _title(name: str) -> str:
-    return METRICS[name]
+    return f"{found['result'].capitalize()}: {METRICS[name]} {word} by {size} ({interval})."
