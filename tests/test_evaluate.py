@@ -272,7 +272,7 @@ def test_a_copy_in_float16_says_what_the_file_says(
         types = Counter(ggml.type_name(info.type) for info in GGUF.open(place).tensors.values())
         assert types == {"f16": 210, "f32": 61, "q8_0": 1}
         with LlamaFile(place, threads=1) as copy:
-            found = copy.ask(requests, 8)
+            found = copy.respond(requests, 8)
     assert not place.exists()
     wanted = file.respond(requests, 8)
     tokens = sum(len(request.options[0]) for request in requests)
@@ -420,7 +420,7 @@ def test_a_row_does_not_depend_on_its_company(
     monkeypatch.setattr(batch_scorer, "OPTIONS", 2)
     monkeypatch.setattr(batch_scorer, "BATCH", 40)
     with LlamaFile(exact.path, threads=1, parallel=3) as narrow:
-        few = narrow.ask(requests[::-1], 8)[::-1]
+        few = narrow.respond(requests[::-1], 8)[::-1]
         assert narrow.cells == 256
     for one, other in zip(wide, few, strict=True):
         assert other.prompt_nll == pytest.approx(one.prompt_nll, rel=1e-3, abs=1e-3)
@@ -478,7 +478,7 @@ def test_trainer_and_llama_cpp_say_the_same(file: LlamaFile, tokenizer: GgufToke
     text = file.tokenize("Cheese ripens slowly in a cool and humid place.")
     requests = [Request(prompt, [], options, generate=True), Request(text, list(range(1, len(text))))]
     seen: list[tuple[int, int]] = []
-    ours = StackScorer(load_stack(MODEL), tokenizer.eog).ask(requests, 4, lambda *n: seen.append(n))
+    ours = StackScorer(load_stack(MODEL), tokenizer.eog).respond(requests, 4, lambda *n: seen.append(n))
     theirs = file.respond(requests, 4)
     assert ours[0].option_nll == pytest.approx(theirs[0].option_nll, rel=0.05, abs=0.1)
     assert ours[1].prompt_nll == pytest.approx(theirs[1].prompt_nll, rel=0.03)

@@ -104,6 +104,22 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert not cycles(), "\n".join(cycles())
 
 
+def test_no_method_is_compared_outside_methods() -> None:
+    """A method is one file: neither a comparison of `method`, nor a method's name, stands anywhere else."""
+    from edgeft.methods import METHODS
+
+    wrong = []
+    for file in PACKAGE.rglob("*.py"):
+        if file.parent.name in ("methods", "data") or file == PACKAGE / "config" / "schema.py":
+            continue  # in data, `qas` is a key of SQuAD's files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            compared = any(getattr(side, "attr", getattr(side, "id", "")) == "method" for side in sides)
+            if compared or (isinstance(node, ast.Constant) and node.value in METHODS):
+                wrong.append(f"{file.relative_to(PACKAGE.parent)}:{node.lineno}")
+    assert not wrong, "\n".join(wrong)
+
+
 # Files that name tokenizers, some of which have the names of architectures.
 TOKENIZER_NAMES = ("formats/vocabulary.py", "formats/splitters.py")
 

@@ -27,7 +27,7 @@ from edgeft.errors import DamagedError, EdgeftError
 from edgeft.evaluate.fast_types import with_fast_types
 from edgeft.evaluate.llamacpp import LlamaFile, usable_bytes
 from edgeft.export.gguf import export_gguf
-from edgeft.export.verify import compare
+from edgeft.export.verify import Reference, compare
 from edgeft.formats import ggml
 from edgeft.formats.gguf import GGUF, let_go
 from edgeft.formats.tokenizer import GgufTokenizer
@@ -184,7 +184,7 @@ def test_sparing_memory_changes_no_number_and_keeps_no_weights(model: Path, requ
 def test_an_export_leaves_no_page_of_its_base(model: Path, tmp_path: Path) -> None:
     before = mapped_bytes(model)
     out = tmp_path / "out.gguf"
-    export_gguf(model, [], out, "auto", None, None)
+    export_gguf(model, [], out)
     assert mapped_bytes(model) - before < 12_000_000
     base, made = GGUF.open(model), GGUF.open(out)
     assert all((made.bytes(name) == base.bytes(name)).all() for name in base.tensors)
@@ -292,9 +292,10 @@ def test_the_check_of_an_export_runs_through_the_kernels(tiny: Path, tmp_path: P
     tokenizer = GgufTokenizer(tiny)
     rows = [row(tokenizer.encode(text)) for text in (TEXT, TEXT[::-1], TEXT.upper())]
     out = tmp_path / "out.gguf"
-    export_gguf(tiny, scheme.updated(stack, chosen), out, "q8_0", None, None)
-    good = compare(out, stack, rows, tokenizer, threads=1)
-    bad = compare(tiny, stack, rows, tokenizer, threads=1)  # without the update
+    export_gguf(tiny, scheme.updated(stack, chosen), out, "q8_0")
+    reference = Reference(stack, rows, tokenizer, threads=1)
+    good = compare(out, reference)
+    bad = compare(tiny, reference)  # without the update
     assert good.rows == 3
     assert good.same_ids
     assert good.mean_kl < 0.01 < 0.1 < bad.mean_kl

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from edgeft import arch, config
+from edgeft import arch, config, methods
 from edgeft.config import ExecutionConfig, Recipe, TrainConfig, UpdateConfig
 from edgeft.data import tokens
 from edgeft.data.forest import Forest, epoch_order
@@ -31,9 +31,11 @@ from edgeft.errors import ConfigError
 from edgeft.export.hf import export_hf
 from edgeft.export.verify import MAX_KL
 from edgeft.formats.source import model_source
+from edgeft.methods import METHODS, QAS, rotation
 from edgeft.methods import scheme as schemes
-from edgeft.methods.layers import Int8Linear, LiteLinear, largest
-from edgeft.methods.qas import Qas
+from edgeft.methods.int8 import Int8Optimizer
+from edgeft.methods.layer import checkpoint_tensors, trained_linears
+from edgeft.methods.sparse import largest
 from edgeft.pipeline import export, stages
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
@@ -274,7 +276,7 @@ def test_selective_recomputation_computes_the_same(model: Path) -> None:
 def test_lite_gradients_are_plain_autograds(small: Callable[[str], Path], family: str, engine: str) -> None:
     update = UpdateConfig(method="tinytl", blocks="all", biases=True, norms=True, rank=8, alpha=16.0)
     stack, scheme, parameters = built(small(family), update, engine)
-    layers = {name: m for name, m in stack.model.named_modules() if isinstance(m, LiteLinear)}
+    layers: dict[str, Any] = dict(trained_linears(stack))
     assert len(layers) == 3 * 7
     assert len([name for name in parameters if name.endswith("bias")]) == 3 * (7 if family == "Llama" else 3)
     for name, value in schemes.updated(stack, scheme):  # it begins where the base is
@@ -301,9 +303,9 @@ def test_a_projection_comes_from_the_seed_and_the_name(small: Callable[[str], Pa
     def downs(seed: int) -> dict[str, torch.Tensor]:
         stack = load_hf(str(small("Llama")), "dense")
         parameters = schemes.apply(stack, schemes.make(update, 3, arch.get("llama")), seed)
-        assert schemes.stored(stack, parameters).keys() == parameters.keys()  # A is not stored
+        assert checkpoint_tensors(stack, parameters).keys() == parameters.keys()  # A is not stored
         assert all(name.endswith(".up") for name in parameters)
-        return {name: m.down for name, m in stack.model.named_modules() if isinstance(m, LiteLinear)}
+        return {name: layer.down for name, layer in trained_linears(stack).items()}  # type: ignore[misc]
 
     first, again, other = downs(1), downs(1), downs(2)
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -317,10 +319,7 @@ def test_a_projection_comes_from_the_seed_and_the_name(small: Callable[[str], Pa
 
 
 def optimizer_of(stack: Stack, parameters: Any, update: UpdateConfig, train: TrainConfig, how: ExecutionConfig) -> Any:
-    layers = schemes.int8(stack)
-    if not layers:
-        return optimizer.make(parameters, train, how, stack.options.backend)
-    return Qas(parameters, layers, Recipe(update=update, train=train, how=how), stack.options.backend)
+    return methods.get(update.method).optimizer(stack, parameters, Recipe(update=update, train=train, how=how))
 
 
 def learned(
@@ -348,7 +347,7 @@ SGD = TrainConfig(optimizer="sgd", lr=2e-3, clip=1.0)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_int8_gradients_are_plain_autograds(small: Callable[[str], Path], engine: str) -> None:
     stack, _, parameters = built(small("Llama"), INT8, engine)
-    layers = schemes.int8(stack)
+    layers: dict[str, Any] = dict(trained_linears(stack))
     assert len(layers) == 6
     for layer in layers.values():
         assert layer.codes.dtype == torch.int8
@@ -360,45 +359,21 @@ def test_int8_gradients_are_plain_autograds(small: Callable[[str], Path], engine
         assert near(got[name], want[name]) < 1e-4, name
 
 
-def test_without_rounding_it_is_sgd_in_float32(small: Callable[[str], Path]) -> None:
-    path = small("Llama")
-    exact, losses = learned(path, replace(INT8, rounding="none"), SGD)
-    want, wanted = learned(path, replace(INT8, method="sparse"), SGD)
-    assert wanted[-1] < 0.9 * wanted[0]
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    for name in want:
-        assert near(exact[name], want[name]) < 1e-5, name
-
-
-def test_without_rounding_it_is_adamw_in_float32(small: Callable[[str], Path]) -> None:
-    path, train = small("Llama"), TrainConfig(lr=2e-3, weight_decay=0.1)
-    exact, losses = learned(path, replace(INT8, rounding="none"), train)
-    want, wanted = learned(path, replace(INT8, method="sparse"), train)
-    assert losses == pytest.approx(wanted, rel=1e-4)
-    for name in want:
-        assert near(exact[name], want[name]) < 1e-3, name  # where a gradient is near zero, its sign is rounding's
-
-
-def test_scaling_is_what_makes_int8_learn(small: Callable[[str], Path]) -> None:
+def test_steps_below_half_a_unit_need_stochastic_rounding(small: Callable[[str], Path]) -> None:
     path = small("Llama")
     weights = replace(INT8, biases=False, norms=False)
     _, scaled = learned(path, weights, SGD)
-    plain, unscaled = learned(path, replace(weights, qas=False), SGD)
     _, nearest = learned(path, replace(weights, rounding="nearest"), replace(SGD, lr=2e-4))
     assert scaled[-1] < 0.9 * scaled[0]
-    assert unscaled[-1] > 0.98 * unscaled[0]
-    assert nearest[-1] > 0.98 * nearest[0]  # every step is less than half a unit
-    start, _ = learned(path, weights, SGD, steps=0)
-    assert max(near(plain[name], start[name]) for name in start) < 0.01
+    assert nearest[-1] > 0.98 * nearest[0]
 
 
 @pytest.mark.parametrize("method", ["sgd", "adamw"])
 def test_moments_of_8_bits_learn_as_well(small: Callable[[str], Path], method: str) -> None:
     path = small("Llama")
     train = SGD if method == "sgd" else TrainConfig(lr=2e-3)
-    exact = replace(INT8, rounding="none")
-    _, wanted = learned(path, exact, train)
-    _, small_ones = learned(path, exact, train, ExecutionConfig(optimizer_state="8bit"))
+    _, wanted = learned(path, INT8, train)
+    _, small_ones = learned(path, INT8, train, ExecutionConfig(optimizer_state="8bit"))
     assert wanted[-1] < 0.9 * wanted[0]
     assert small_ones[0] - small_ones[-1] == pytest.approx(wanted[0] - wanted[-1], rel=0.05)
 
@@ -410,44 +385,73 @@ def test_in_place_is_the_same_step(small: Callable[[str], Path]) -> None:
     assert all(torch.equal(together[name], each[name]) for name in together)
 
 
-def moved(rounding: str, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """A weight (64, 64) of values in ±1 after SGD on these gradients, in units of its rows."""
+def int8_layer() -> Any:
+    """A weight (64, 64) of values in ±1."""
     torch.manual_seed(2)
     base = torch.nn.Linear(64, 64, bias=False)
     base.weight.data.uniform_(-1, 1)
-    layer = Int8Linear(base, exact=rounding == "none")
+    return QAS.build(base, schemes.make(INT8, 3, arch.get("llama")), 1.0, 0, "a")
+
+
+def moved(rounding: str, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """By how many units int8_layer's weights move in SGD on these gradients."""
+    layer = int8_layer()
+    start = layer.codes.float()
     recipe = Recipe(update=UpdateConfig(rounding=rounding), train=replace(SGD, momentum=0.0, clip=0.0))
-    moves = Qas({"a.weight": layer.weight}, {"a.weight": layer}, recipe, None)
-    moves.set_rate(1.0)
+    optimizer = Int8Optimizer({"a.weight": layer.weight}, {"a.weight": layer}, recipe, TORCH)
+    optimizer.set_rate(1.0)
     for gradient in gradients:
         layer.weight.grad = gradient.clone()
-        with moves.last_pass(1.0):
+        with optimizer.last_pass(1.0):
             pass
-        moves.step()
-    return layer.codes.float()
+        optimizer.step()
+    return layer.codes.float() - start  # type: ignore[no-any-return]
 
 
-def test_stochastic_rounding_is_right_on_average() -> None:
-    start = moved("none", [])
-    inside = start.abs() < 110  # what is at the end of its range cannot go on
+@pytest.mark.parametrize("train", [replace(SGD, lr=0.02), TrainConfig(lr=0.03)], ids=["sgd", "adamw"])
+def test_int8_weights_move_as_float32_ones_would(train: TrainConfig) -> None:
+    """Whatever the scale of a row, up to one unit of rounding in each step."""
+    layer, train = int8_layer(), replace(train, clip=0.0, weight_decay=0.1)
+    layer.scales *= torch.logspace(0, 1, 64)
+    start, scales = layer.codes.float(), layer.scales[:, None]
+    weight = torch.nn.Parameter(layer.dense_weight())
+    int8 = Int8Optimizer({"a.weight": layer.weight}, {"a.weight": layer}, Recipe(train=train), TORCH)
+    float32 = optimizer.make({"a.weight": weight}, train, ExecutionConfig(), TORCH)
+    for _ in range(3):
+        gradient = torch.randn(64, 64)
+        for step, parameter in ((int8, layer.weight), (float32, weight)):
+            step.set_rate(train.lr)
+            parameter.grad = gradient.clone()
+            with step.last_pass(1.0):
+                pass
+            step.step()
+    want, free = weight.detach() / scales, start.abs() < 60  # from the others the end of the range is near
+    assert float((layer.codes - want)[free].abs().max()) < 3.2
+    assert float((want - start)[free].abs().max()) > 8
+
+
+def exact(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The same without rounding: W moves by −g, so W̄ by −g / s."""
+    return -torch.stack(gradients).sum(0) / int8_layer().scales[:, None]  # type: ignore[no-any-return]
+
+
+def inside() -> torch.Tensor:
+    """A weight at the end of its range cannot go on."""
+    return int8_layer().codes.float().abs() < 110  # type: ignore[no-any-return]
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
     small_steps = [torch.full((64, 64), 1e-4)] * 20  # of about 1/80 of a unit
-    exact = (start - moved("none", small_steps))[inside].mean()
-    assert float((moved("stochastic", []) - moved("stochastic", small_steps))[inside].mean()) == pytest.approx(
-        float(exact), rel=0.1
-    )
-    assert torch.equal(moved("nearest", small_steps), moved("nearest", []))
+    mean = float(exact(small_steps)[inside()].mean())
+    assert float(moved("stochastic", small_steps)[inside()].mean()) == pytest.approx(mean, rel=0.1)
+    assert not moved("nearest", small_steps).any()
 
 
 def test_what_is_carried_over_is_not_lost() -> None:
     """Off by no more than rounding, a quarter of a unit in the mean, however many steps there were."""
     torch.manual_seed(3)
     steps = [1e-3 * torch.randn(64, 64) for _ in range(60)]  # of about 1/8 of a unit
-    exact = moved("none", steps) - moved("none", [])
-    inside = moved("none", []).abs() < 110
-    off = {
-        name: float((moved(name, steps) - moved(name, []) - exact)[inside].abs().mean())
-        for name in ("carry", "stochastic")
-    }
+    off = {name: float((moved(name, steps) - exact(steps))[inside()].abs().mean()) for name in ("carry", "stochastic")}
     assert off["carry"] < 0.3
     assert off["stochastic"] > 4 * off["carry"]
 
@@ -457,15 +461,15 @@ def test_what_is_carried_over_is_not_lost() -> None:
 
 def test_turns_come_round_and_depend_on_seed_and_step_alone() -> None:
     scheme = schemes.make(UpdateConfig(blocks="2-11", cycle_blocks=4, cycle_steps=3), 20, arch.get("llama"))
-    turns = [scheme.turn(step, seed=1) for step in range(27)]
-    assert turns == [scheme.turn(step, seed=1) for step in range(27)]
-    assert turns != [scheme.turn(step, seed=2) for step in range(27)]
+    turns = [rotation.active_blocks(scheme, step, seed=1) for step in range(27)]
+    assert turns == [rotation.active_blocks(scheme, step, seed=1) for step in range(27)]
+    assert turns != [rotation.active_blocks(scheme, step, seed=2) for step in range(27)]
     for step in range(0, 27, 3):
         assert turns[step] == turns[step + 1] == turns[step + 2]
     for first in (0, 9, 18):  # a round: every block once
         assert sorted(b for step in range(first, first + 9, 3) for b in turns[step]) == list(range(2, 12))
     assert {turns[step] for step in range(27)} == {(2, 3, 4, 5), (6, 7, 8, 9), (10, 11)}
-    one = scheme.only((6, 7))
+    one = rotation.restricted(scheme, (6, 7))
     assert (one.cut, one.blocks, one.share(6, "up"), one.share(5, "up")) == (6, (6, 7), 1.0, 0.0)
     with pytest.raises(ConfigError, match="cycle_blocks"):
         schemes.make(UpdateConfig(blocks="2-4", cycle_blocks=4), 20, arch.get("llama"))
@@ -562,7 +566,7 @@ def test_only_the_blocks_whose_turn_it_is_move(three_blocks: Path, tmp_path: Pat
         moved = {
             int(name.split(".")[1]) for name in before if name in after and not torch.equal(before[name], after[name])
         }
-        assert tuple(moved) == scheme.turn(step, 0)
+        assert tuple(moved) == rotation.active_blocks(scheme, step, 0)
         remembered = {int(name.split("layers.")[1].split(".")[0]) for name in after if name.startswith("adamw.")}
         assert remembered == moved
 
@@ -575,6 +579,44 @@ def test_a_turn_keeps_no_activations_below_it(model: Path, buffers: Any) -> None
             parameter.grad = None
             parameter.requires_grad_(int(name.split(".")[1]) >= 28)
     assert kept(stack, scheme.cut, buffers) < whole / 4
+
+
+@pytest.mark.parametrize("channels", [1.0, 0.25])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_checkpoint_holds_every_tensor_that_a_step_changes(
+    small: Callable[[str], Path], method: str, channels: float
+) -> None:
+    if channels < 1 and not methods.get(method).partial:
+        pytest.skip("it trains all channels")
+    update = UpdateConfig(method=method, blocks=[0, 2], tensors=["q", "down"], biases=True, norms=True)
+    update = replace(update, channels=channels, rank=4)
+    stack, scheme, parameters = built(small("Llama"), update, "torch")
+
+    def state() -> dict[str, torch.Tensor]:
+        return {name: t.detach().clone() for name, t in (*stack.model.named_parameters(), *stack.model.named_buffers())}
+
+    before = state()
+    scheme.method.choose_channels(stack, scheme, lambda: loss_of(stack).backward())  # type: ignore[no-untyped-call]
+    train = TrainConfig(lr=1e-2)
+    step = scheme.method.optimizer(stack, parameters, Recipe(update=update, train=train))
+    for _ in range(2):  # LoRA's A moves from the second step on
+        loss = loss_of(stack)
+        with step.last_pass(float(loss.detach())):
+            loss.backward()  # type: ignore[no-untyped-call]
+        step.step()
+    changed = {name for name, value in state().items() if not torch.equal(value, before[name])}
+    changed = {name for name in changed if ".base." not in name}  # a dense base is the buffer of the merged weight
+    held = checkpoint_tensors(stack, parameters)
+    assert len(changed) >= 4
+    assert changed <= held.keys()
+    assert {int(name.split(".")[1]) for name in held} == {0, 2}
+
+
+def test_the_registry_is_what_a_recipe_can_name() -> None:
+    knob = UpdateConfig.__dataclass_fields__["method"].metadata
+    assert tuple(METHODS) == knob["choices"]
+    for name, method in METHODS.items():
+        assert f"{name}: {method.about}" in knob["about"]
 
 
 def test_what_does_not_go_together_is_refused() -> None:

@@ -16,7 +16,7 @@ import torch
 from edgeft import arch, config
 from edgeft.config import Recipe, UpdateConfig
 from edgeft.data.forest import Forest
-from edgeft.engine import kernels, limits
+from edgeft.engine import kernels
 from edgeft.engine.backend import TORCH
 from edgeft.engine.batch import batch_of
 from edgeft.engine.load_gguf import load
@@ -24,8 +24,7 @@ from edgeft.errors import ConfigError, DoesNotFitError
 from edgeft.host import device
 from edgeft.host.profile import load_device
 from edgeft.methods import scheme as schemes
-from edgeft.pipeline import export
-from edgeft.plan import buffers, fit, memory, seconds
+from edgeft.plan import buffers, fit, seconds
 from edgeft.plan.fit import Job, Machine
 from edgeft.plan.rows import Workload
 from edgeft.plan.seconds import Rates
@@ -91,11 +90,6 @@ def test_buffers_are_those_that_the_pool_gives_out(
     buffers.run(top, len(batch.tokens), len(torch.unique(batch.at)))
     foreseen = sum(size * len(some) for size, some in top.pool.of.items())
     assert foreseen == pytest.approx(held, rel=0.03)
-
-
-def test_numbers_that_stand_in_two_places_are_the_same() -> None:
-    assert [buffers.padded(n) for n in range(1, 3000, 7)] == [limits.padded(n) for n in range(1, 3000, 7)]
-    assert memory.VERIFY_ROWS == export.VERIFY_ROWS
 
 
 def test_passes_are_those_that_training_makes(model: Path) -> None:

@@ -13,6 +13,7 @@ from edgeft.config import TENSORS, UpdateConfig, build
 from edgeft.engine.load_gguf import load
 from edgeft.errors import ConfigError
 from edgeft.methods import scheme
+from edgeft.methods.base import channel_count
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_parts_stand_in_place_of_the_single_ones_and_later_ones_count() -> None:
     ],
 )
 def test_channels_come_in_groups_of_32(share: float, inputs: int, count: int) -> None:
-    assert scheme.channel_count(share, inputs) == count
+    assert channel_count(share, inputs) == count
 
 
 @pytest.mark.parametrize(

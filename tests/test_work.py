@@ -17,7 +17,7 @@ from edgeft.engine.load_gguf import load
 from edgeft.engine.memory import Pool
 from edgeft.methods import scheme as schemes
 from edgeft.plan import shape_of_config
-from edgeft.plan.flops import step_flops
+from edgeft.plan.flops import Pass, step_flops
 from edgeft.train.trunk import Trunk
 from tests.support.rows import FOREST_ROWS as ROWS
 
@@ -43,9 +43,8 @@ def test_products_are_those_counted(model: Path, update: UpdateConfig) -> None:
         stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets).backward()  # type: ignore[no-untyped-call]
     asked = len(torch.unique(batch.at))
     # without pairs: attention is one kernel, which the counter does not see into
-    want = step_flops(
-        shape_of_config(stack.arch, stack.config), scheme, len(batch.tokens), 0, asked, 0, len(batch.targets)
-    )
+    sizes = Pass(len(batch.tokens), 0, asked, 0, len(batch.targets))
+    want = step_flops(shape_of_config(stack.arch, stack.config), scheme, sizes)
     assert counter.get_total_flops() == pytest.approx(want, rel=1e-9)
 
 

@@ -101,14 +101,11 @@ class UpdateConfig:
     weights: bool = knob(True, "train the weights of the chosen tensors (false: only biases and norms)")
     rank: int = knob(16, "rank of LoRA's adapters and of lite branches", low=1, high=1024)
     alpha: float = knob(32.0, "their scale: alpha / rank", low=0.0)
-    qas: bool = knob(
-        True, "int8 weights move as float32 ones would, whatever their scales; false only shows what that does"
-    )
     rounding: str = knob(
         "stochastic",
-        "of int8 weights: stochastic is right on average; carry: what is cut off is added to the next step, a byte "
-        "more for each weight; none: they are float32 in truth, to see what rounding does",
-        choices=("stochastic", "carry", "nearest", "none"),
+        "of int8 weights: stochastic is unbiased; carry: the remainder is added to the next step, a byte more for "
+        "each weight; nearest loses small steps",
+        choices=("stochastic", "carry", "nearest"),
     )
     cycle_blocks: int = knob(0, "number of neighbouring blocks trained at a time; 0 = all at once", low=0)
     cycle_steps: int = knob(10, "optimiser steps before the next blocks are trained", low=1)

@@ -110,14 +110,8 @@ def linear_spec(module: Any) -> LinearSpec | None:
     """A module describes itself by `as_layer()`. None: a layer that is called as it is (bitsandbytes')."""
     if type(module) in (nn.Linear, PackedLinear):
         return LinearSpec(module, module.bias)
-    if hasattr(module, "as_layer"):
-        made: LinearSpec | None = module.as_layer()
-        return made
-    base: Any = getattr(module, "base_layer", None)
-    if type(base) not in (nn.Linear, PackedLinear) or list(getattr(module, "lora_A", ())) != ["default"]:
-        return None
-    down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
-    return LinearSpec(base, base.bias, down, up, module.scaling["default"])
+    made: LinearSpec | None = module.as_layer() if hasattr(module, "as_layer") else None
+    return made
 
 
 def linear_specs(modules: Sequence[Any]) -> tuple[LinearSpec, ...] | None:

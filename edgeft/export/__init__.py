@@ -1,1 +1,110 @@
-"""The tuned model as files that other programs run, checked before they take their place."""
+"""The tuned model as files that other programs run, checked before they get their name.
+
+A format is a function over a `Job` and a line in FORMATS.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from edgeft.errors import RunError
+from edgeft.formats.source import is_gguf
+from edgeft.run.events import ExportEvent
+
+if TYPE_CHECKING:
+    from edgeft.engine.stack import Stack
+    from edgeft.export.verify import Reference
+    from edgeft.methods.scheme import Scheme
+    from edgeft.run.folder import Run
+    from edgeft.run.progress import Progress
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trained stack, and where its model is written to."""
+
+    run: Run
+    stack: Stack
+    scheme: Scheme
+    source: str  # the base model: a GGUF file, a Hugging Face folder or a hub id
+    out: Path
+    type_name: str  # of updated tensors in a GGUF file
+    progress: Progress
+    budget_bytes: int = 0  # memory that the check may use; 0: what is available
+
+
+def _gguf(job: Job) -> dict[str, Any]:
+    """A GGUF file; it gets its name only after llama.cpp agreed with the trainer on held-out rows."""
+    from edgeft.export.convert import hf_to_gguf
+    from edgeft.export.gguf import Labels, export_gguf
+    from edgeft.export.modelfile import write_modelfile
+    from edgeft.export.verify import verify
+    from edgeft.methods import scheme as schemes
+
+    reference = _reference(job)
+    tokenizer = reference.tokenizer
+    with ExitStack() as cleanup:
+        base = Path(job.source)
+        if not is_gguf(job.source):
+            folder = cleanup.enter_context(TemporaryDirectory(".tmp", f".base.{os.getpid()}.", job.run.path))
+            job.progress.line("converting the base model to GGUF")
+            base = hf_to_gguf(job.source, Path(folder) / "base.gguf")
+        made = export_gguf(
+            base,
+            schemes.updated(job.stack, job.scheme),
+            job.out,
+            job.type_name,
+            lambda path: verify(path, reference, job.type_name),
+            Labels(None if tokenizer.has_template else tokenizer.template, job.run.recipe.name, Path(job.source).name),
+        )
+    write_modelfile(job.out)
+    check = asdict(made.checked)
+    job.run.log(ExportEvent(str(job.out), "gguf", made.bytes, made.types, check))
+    job.progress.line(
+        f"exported {job.out} ({made.bytes / 2**20:.1f} MiB): llama.cpp agrees with the trainer on "
+        f"{check['top1']:.1f} % of {check['tokens']} tokens, mean KL {check['mean_kl']:.4f}"
+    )
+    return {"bytes": made.bytes, "types": made.types, "check": check}
+
+
+def _reference(job: Job) -> Reference:
+    from edgeft.data import tokens
+    from edgeft.export.verify import Reference
+    from edgeft.formats.tokenizer import open_tokenizer
+    from edgeft.plan.memory import VERIFY_ROWS
+    from edgeft.train.build import use_threads
+
+    run = job.run
+    if not run.tokens.is_file():
+        raise RunError(
+            f"{run.path} keeps no rows to check an exported file with",
+            f"prepare them again: `edgeft finetune --resume --until prepare --out {run.path}`",
+        )
+    train, heldout = tokens.load(run.tokens)
+    rows = (heldout or train)[:VERIFY_ROWS]
+    threads = use_threads(run.recipe.how.threads)
+    return Reference(job.stack, rows, open_tokenizer(job.source), run.recipe.data.system, threads, job.budget_bytes)
+
+
+def _hf(job: Job) -> dict[str, Any]:
+    from edgeft.export.hf import export_hf
+    from edgeft.methods import scheme as schemes
+
+    export_hf(job.source, schemes.updated(job.stack, job.scheme), job.out)
+    return {}
+
+
+def _peft(job: Job) -> dict[str, Any]:
+    from edgeft.export.peft import export_peft
+
+    export_peft(job.stack, job.scheme, job.source, job.out)
+    return {}
+
+
+FORMATS: dict[str, Callable[[Job], dict[str, Any]]] = {"gguf": _gguf, "hf": _hf, "peft": _peft}

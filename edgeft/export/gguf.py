@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,22 +45,27 @@ class Exported:
     checked: Any  # what the check returned
 
 
+@dataclass(frozen=True)
+class Labels:
+    """What an exported file says of itself."""
+
+    template: str | None = None  # chat template, added where the base has none
+    recipe: str = ""
+    base: str = ""  # name of the base; "": its file name
+
+
 def export_gguf(
     source: Path,
     updates: Iterable[tuple[str, torch.Tensor]],
     out: Path,
-    type_name: str,
-    template: str | None,
-    check: Callable[[Path], Any] | None,
-    importance: Mapping[str, np.ndarray] | None = None,
-    recipe: str = "",
-    base_name: str = "",
+    type_name: str = "auto",
+    check: Callable[[Path], Any] | None = None,
+    labels: Labels = Labels(),
 ) -> Exported:
-    """Write `source` with `updates` to `out`; `check` sees the finished file under another name and may veto it.
+    """Write `source` with `updates` to `out`; `check` reads the complete file under a temporary name, and may raise.
 
-    `updates` and `importance` go by transformers' names (layers.3.mlp.up_proj.weight), rows in transformers' order;
-    importance is the mean of x² per input channel. `base_name` is what the file calls its base, if not by file name.
-    At most one dense tensor is in memory at a time.
+    `updates` go by transformers' names (layers.3.mlp.up_proj.weight), rows in transformers' order. At most one dense
+    tensor is in memory at a time.
     """
     out = Path(out)
     base = GGUF.open(source)
@@ -68,22 +73,18 @@ def export_gguf(
     check_place(out, base.path)
     with tempfile.SpooledTemporaryFile(max_size=SPOOL_BYTES, dir=str(out.parent)) as spool:
         with wrap_os_errors(out):
-            new = _pack_all(base, updates, type_name, importance or {}, spool)
+            new = _pack_all(base, updates, type_name, spool)
         kept = [info for name, info in base.tensors.items() if name not in new]
         # the base's order, so that a file without added biases has its tensors where the base has them
         tensors = [new.get(name) or _copied(base, info) for name, info in base.tensors.items()]
         tensors += [tensor for name, tensor in new.items() if name not in base.tensors]
-        size, checked = place(out, _records(base, template, recipe, base_name), tensors, base.alignment, check)
+        size, checked = place(out, _records(base, labels), tensors, base.alignment, check)
     types = Counter(ggml.type_name(tensor.type) for tensor in new.values())
     return Exported(out, size, dict(types), len(new), len(kept), checked)
 
 
 def _pack_all(
-    base: GGUF,
-    updates: Iterable[tuple[str, torch.Tensor]],
-    type_name: str,
-    importance: Mapping[str, np.ndarray],
-    spool: IO[bytes],
+    base: GGUF, updates: Iterable[tuple[str, torch.Tensor]], type_name: str, spool: IO[bytes]
 ) -> dict[str, NewTensor]:
     """Pack updates as they come; sizes are then known, and bytes come back from the spool in the file's order."""
     arch = of_gguf(base)
@@ -100,7 +101,7 @@ def _pack_all(
         if not np.isfinite(dense.sum(dtype=np.float64)):  # of float32, sums are finite where every value is
             raise ExportError(f"{name} holds values that are not finite", "training diverged: use a lower train.lr")
         kind = ggml.F32 if dense.ndim == 1 else chosen_type(base.tensors[target], type_name)
-        packed = _pack(name, dense.reshape(-1, shape[0]), kind, importance.get(name))
+        packed = _pack(name, dense.reshape(-1, shape[0]), kind)
         order = arch.row_order(tensor, sizes)
         if order is not None:  # back to the file's row order; packing runs along rows, so packed rows can be moved
             packed = packed.reshape(len(order), -1)[np.argsort(order)]
@@ -135,7 +136,7 @@ def _times(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _pack(name: str, values: np.ndarray, kind: int, weight: np.ndarray | None) -> np.ndarray:
+def _pack(name: str, values: np.ndarray, kind: int) -> np.ndarray:
     label = ggml.type_name(kind)
     if label not in PACKABLE:  # `keep` on a type that exists only inside ggml
         raise ExportError(f"ggml cannot pack {name} into {label}", "--type q8_0 or --type f16 always work")
@@ -145,14 +146,12 @@ def _pack(name: str, values: np.ndarray, kind: int, weight: np.ndarray | None) -
             f"{label} packs whole blocks, and {name} has rows of {width} values",
             "--type q8_0, q5_1, q5_0, q4_1 and q4_0 fit here" if width % 32 == 0 else "--type f16 takes any width",
         )
-    if weight is None and ggml.needs_imatrix(kind):
+    if ggml.needs_imatrix(kind):
         raise ExportError(
-            f"{label} cannot be packed without knowing which input channels matter, and nobody measured {name}",
+            f"{label} cannot be packed without an importance matrix, and there is none for {name}",
             "use a type of 3 bits or more, for example --type q8_0",
         )
-    if weight is not None and (weight.shape != (values.shape[1],) or not np.isfinite(weight).all()):
-        raise ValueError(f"the importance of {name} must be {values.shape[1]} finite numbers")
-    return ggml.pack(values, kind, weight)
+    return ggml.pack(values, kind)
 
 
 def _spooled(spool: IO[bytes], start: int, nbytes: int) -> Callable[[], np.ndarray]:
@@ -167,12 +166,12 @@ def _copied(base: GGUF, info: TensorInfo) -> NewTensor:
     return NewTensor(info.name, info.shape, info.type, info.nbytes, lambda: base.bytes(info.name))
 
 
-def _records(base: GGUF, template: str | None, recipe: str, base_name: str) -> list[bytes]:
+def _records(base: GGUF, labels: Labels) -> list[bytes]:
     """The base's keys as they are, then ours; a base that edgeft tuned before gives up its own old ones."""
     records = [base.record(key) for key in base.records if key not in OWN_KEYS]
-    if template is not None and TEMPLATE_KEY not in base.records:
-        records.append(files.encode_record(TEMPLATE_KEY, files.STRING, template))
-    values = (edgeft.__version__, base_name or base.path.name, recipe)
+    if labels.template is not None and TEMPLATE_KEY not in base.records:
+        records.append(files.encode_record(TEMPLATE_KEY, files.STRING, labels.template))
+    values = (edgeft.__version__, labels.base or base.path.name, labels.recipe)
     return records + [
         files.encode_record(key, files.STRING, value) for key, value in zip(OWN_KEYS, values, strict=True) if value
     ]

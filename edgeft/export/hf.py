@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from edgeft.engine.packed import Packed
     from edgeft.formats.gguf import GGUF
     from edgeft.formats.safetensors import Weights
+    from edgeft.formats.tokenizer import GgufTokenizer
 
 SHARD_BYTES = 256 << 20  # tensors collected before they are written; saving takes as much again
 CHUNK_ROWS = 8192  # rows of a large matrix unpacked at a time
@@ -276,6 +277,10 @@ def _tokenizer_files(gguf: GGUF, config: Any, folder: Path) -> None:
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, read.bos)]
         )
     made.save(str(folder / "tokenizer.json"))
+    _tokenizer_settings(gguf, read, tokens, config.max_position_embeddings, folder)
+
+
+def _tokenizer_settings(gguf: GGUF, read: GgufTokenizer, tokens: list[str], longest: int, folder: Path) -> None:
     named = {}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = gguf.get_key(f"tokenizer.ggml.{key}_token_id")
@@ -283,7 +288,7 @@ def _tokenizer_files(gguf: GGUF, config: Any, folder: Path) -> None:
             named[f"{role}_token"] = tokens[token]
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json as it is, in every version of transformers
-        "model_max_length": config.max_position_embeddings,
+        "model_max_length": longest,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": read.add_bos,
         **named,

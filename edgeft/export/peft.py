@@ -20,18 +20,18 @@ def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
     from peft import LoraConfig
 
     from edgeft.export.hf import new_folder, save
+    from edgeft.methods.lora import adapter
 
     hint = "use --format gguf or --format hf: there all updates are merged"
-    if scheme.method != "lora":
+    if not scheme.method.uses_peft:
         raise ExportError("only LoRA runs have adapters, and this run trained the tensors themselves", hint)
     if scheme.biases or scheme.norms:
         raise ExportError("this run trained biases or norms beside its adapters, which PEFT's file cannot hold", hint)
     linears, tensors = stack.arch.linears, {}
     for number, tensor in scheme.shares:
-        module: Any = stack.linear(number, tensor)
+        module = stack.linear(number, tensor)
         prefix = f"base_model.model.model.layers.{number}.{linears[tensor].path}"
-        for part in ("lora_A", "lora_B"):
-            weight = getattr(module, part)["default"].weight
+        for part, weight in zip(("lora_A", "lora_B"), adapter(module), strict=True):
             tensors[f"{prefix}.{part}.weight"] = weight.detach().float().contiguous()
     names = {tensor for _, tensor in scheme.shares}
     where: dict[str, Any] = {

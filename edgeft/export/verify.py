@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from edgeft.evaluate.llamacpp import LlamaFile
     from edgeft.formats.tokenizer import Tokenizer
 
-ROWS = 16  # rows compared unless the caller says otherwise: some seconds
-
 # llama.cpp rounds activations to 8 bits and keeps fp16 keys and values, so it never says quite what the trainer says.
 # That noise alone, on unchanged files: KL 0.005 to 0.007 and top-1 90 to 98 % (SmolLM2-135M Q4_1, nine times 8 rows),
 # 0.007 and 94 % (TinyLlama-1.1B IQ2_XXS, 17 tokens), 0.001 and 88 % (Qwen2.5-1.5B Q4_K_M, 17 tokens). On one SmolLM2
@@ -56,19 +54,21 @@ class Verification:
     same_template: bool
 
 
-def verify(
-    path: Path,
-    stack: Stack,
-    rows: Sequence[Encoded],
-    tokenizer: Tokenizer,
-    system: str | None = None,
-    type_name: str = "",
-    threads: int = 0,
-    limit: int = ROWS,
-    room_bytes: int = 0,
-) -> Verification:
-    """Compare, and raise ExportError if the file does not say what the trainer says."""
-    found = compare(path, stack, rows[:limit], tokenizer, system, threads, room_bytes)
+@dataclass(frozen=True)
+class Reference:
+    """What an exported file is compared with: the trainer's stack, on these rows."""
+
+    stack: Stack
+    rows: Sequence[Encoded]
+    tokenizer: Tokenizer
+    system: str | None = None
+    threads: int = 0
+    room_bytes: int = 0  # memory that this process may use; 0: what is available
+
+
+def verify(path: Path, reference: Reference, type_name: str = "") -> Verification:
+    """Compare, and raise ExportError if the file does not answer like the trainer."""
+    found = compare(path, reference)
     max_kl = MAX_KL if type_name in FINE else MAX_KL_COARSE
     if not found.same_template:
         raise ExportError(
@@ -97,22 +97,15 @@ def _wider(type_name: str) -> str:
     return f"`--type {type_name}` is too coarse for what was learned: use --type q8_0 or --type f16"
 
 
-def compare(
-    path: Path,
-    stack: Stack,
-    rows: Sequence[Encoded],
-    tokenizer: Tokenizer,
-    system: str | None = None,
-    threads: int = 0,
-    room_bytes: int = 0,
-) -> Verification:
+def compare(path: Path, reference: Reference) -> Verification:
     """The figures alone, without a verdict."""
     import torch
 
     from edgeft.data.forest import Forest
     from edgeft.evaluate.llamacpp import LlamaFile
 
-    rows = [row for row in rows if row.trained[1:].any()]
+    stack = reference.stack
+    rows = [row for row in reference.rows if row.trained[1:].any()]
     if not rows:
         raise ExportError("there is no held-out row to check the exported file with", "give some with data.heldout")
     thin = [_thin(row) for row in rows]
@@ -120,8 +113,8 @@ def compare(
     agree, total, tokens = 0, 0.0, 0
     try:
         longest = max(len(row.ids) for row in rows)
-        with LlamaFile(path, longest + 1, threads, parallel=1, room_bytes=room_bytes) as file:
-            same_template, same_ids = _same_text(path, file, rows, tokenizer, system)
+        with LlamaFile(path, longest + 1, reference.threads, parallel=1, room_bytes=reference.room_bytes) as file:
+            same_template, same_ids = _same_text(path, file, rows, reference)
             for i, row in enumerate(rows):
                 at = np.flatnonzero(thin[i].trained[1:])  # a token is predicted at the position before it
                 ours = stack.head.logits(states[i])
@@ -170,14 +163,13 @@ def _kl(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return total
 
 
-def _same_text(
-    path: Path, file: LlamaFile, rows: Sequence[Encoded], tokenizer: Tokenizer, system: str | None
-) -> tuple[bool, bool]:
+def _same_text(path: Path, file: LlamaFile, rows: Sequence[Encoded], reference: Reference) -> tuple[bool, bool]:
     """(same template, same ids): prompts as llama-cpp-python renders and llama.cpp reads them, and as we do."""
     from edgeft.data.tokens import prompt_ids
     from edgeft.formats.tokenizer import GgufTokenizer, render
     from edgeft.host import sandbox
 
+    tokenizer, system = reference.tokenizer, reference.system
     inside = GgufTokenizer(path)
     special = {"eos_token": inside.eos_text, "bos_token": inside.bos_text}
     dated = "strftime_now" in tokenizer.template  # such a prompt is another one tomorrow

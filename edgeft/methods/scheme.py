@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from edgeft import methods
 from edgeft.arch import Architecture
 from edgeft.config import PartConfig, UpdateConfig
 from edgeft.errors import ConfigError
+from edgeft.methods import Method, rotation
 
 if TYPE_CHECKING:
     import torch
@@ -32,14 +32,13 @@ BLOCKS_HINT = (
 class Scheme:
     """What is trained, by block and tensor; nothing else is."""
 
-    method: str  # sparse, lora, tinytl or qas
+    method: Method
     shares: dict[tuple[int, str], float]  # of a weight's input channels, by (block, tensor): above 0
     biases: frozenset[tuple[int, str]] = frozenset()
     norms: frozenset[int] = frozenset()  # blocks
     choose: str = "gradient"  # how channels are chosen where a share is below 1
     rank: int = 0
     alpha: float = 0.0
-    rounding: str = "stochastic"  # of int8 weights
     cycle_blocks: int = 0  # trained at a time; 0: all
     cycle_steps: int = 1
 
@@ -56,7 +55,7 @@ class Scheme:
     @property
     def frugal(self) -> bool:
         """No gradient needs the input of a layer, so that most of a block can be computed again from little."""
-        return self.method == "tinytl" or not self.shares
+        return self.method.frugal or not self.shares
 
     def share(self, block: int, tensor: str) -> float:
         """Of the input channels of this weight, how much is trained: 0 = frozen. LoRA's adapters see all of them."""
@@ -67,36 +66,6 @@ class Scheme:
 
     def normed(self, block: int) -> bool:
         return block in self.norms
-
-    def turn(self, step: int, seed: int) -> tuple[int, ...]:
-        """The blocks that this step trains: all, or neighbours, every group once before any comes again.
-
-        Neighbours, and not any blocks: gradients then pass only through those above the lowest of them.
-        """
-        if not self.cycle_blocks:
-            return self.blocks
-        groups = range(0, len(self.blocks), self.cycle_blocks)
-        round_, place = divmod(step // self.cycle_steps, len(groups))
-        start = groups[int(np.random.default_rng([seed, round_]).permutation(len(groups))[place])]
-        return self.blocks[start : start + self.cycle_blocks]
-
-    def only(self, blocks: tuple[int, ...]) -> Scheme:
-        """The scheme of these blocks alone."""
-        return replace(
-            self,
-            shares={key: share for key, share in self.shares.items() if key[0] in blocks},
-            biases=frozenset(key for key in self.biases if key[0] in blocks),
-            norms=self.norms & set(blocks),
-            cycle_blocks=0,
-        )
-
-
-def channel_count(share: float, inputs: int) -> int:
-    """Input channels that are trained: whole groups of 32, as packed weights have, where any fit."""
-    if share >= 1:
-        return inputs
-    count = max(1, round(share * inputs))
-    return min(inputs, (count + 16) // 32 * 32) or count
 
 
 def parse_blocks(spec: Any, depth: int) -> tuple[int, ...]:
@@ -164,7 +133,7 @@ def make(update: UpdateConfig, depth: int, arch: Architecture) -> Scheme:
             biases |= {(block, tensor) for tensor in able if part.biases}
             norms |= {block} if part.norms else set()
     scheme = Scheme(
-        method=update.method,
+        method=methods.get(update.method),
         shares={
             (b, t): shares[b, t]
             for b, t in sorted(shares, key=lambda key: (key[0], list(arch.linears).index(key[1])))
@@ -175,25 +144,13 @@ def make(update: UpdateConfig, depth: int, arch: Architecture) -> Scheme:
         choose=update.choose,
         rank=update.rank,
         alpha=update.alpha,
-        rounding=update.rounding,
         cycle_blocks=update.cycle_blocks,
         cycle_steps=update.cycle_steps,
     )
     if not scheme.blocks:
         raise ConfigError("the recipe updates nothing", "turn on update.weights, update.biases or update.norms")
-    if scheme.method != "sparse":
-        if not scheme.shares:
-            raise ConfigError(f"`update.method: {scheme.method}` needs update.weights and update.tensors")
-        if min(scheme.shares.values()) < 1:
-            raise ConfigError(
-                f"`update.method: {scheme.method}` trains all input channels of a tensor",
-                "use `--set update.channels=1`, or `--set update.method=sparse`",
-            )
-    if scheme.cycle_blocks > len(scheme.blocks):
-        raise ConfigError(
-            f"`update.cycle_blocks` is {scheme.cycle_blocks}, and the recipe trains {len(scheme.blocks)} blocks",
-            "take fewer at a time, or 0 for all of them",
-        )
+    scheme.method.validate(scheme)
+    rotation.check(scheme)
     return scheme
 
 
@@ -211,8 +168,8 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
         for tensor, linear in stack.arch.linears.items():
             path = linear.path
             module: Any = block.get_submodule(path)
-            if scheme.share(number, tensor) and scheme.method != "lora":
-                module = _trainable(module, scheme, scheme.share(number, tensor), seed, f"layers.{number}.{path}")
+            if share := scheme.share(number, tensor):
+                module = scheme.method.build(module, scheme, share, seed, f"layers.{number}.{path}")
                 set_submodule(block, path, module)
             if scheme.biased(number, tensor):
                 start = (
@@ -223,73 +180,9 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
             for part in stack.arch.norms:
                 norm: Any = block.get_submodule(part.path)
                 norm.weight = nn.Parameter(norm.weight.detach().float().clone())
-    if scheme.method == "lora":
-        _inject_lora(stack, scheme, seed)
+    if scheme.shares:
+        scheme.method.inject(stack, scheme, seed)
     return {name: p for name, p in stack.model.named_parameters() if p.requires_grad}
-
-
-def _trainable(module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
-    """A layer to take a frozen one's place."""
-    from torch import nn
-
-    from edgeft.engine.stack import weight_of
-    from edgeft.methods import layers
-
-    if scheme.method == "tinytl":
-        return layers.LiteLinear(module, scheme.rank, scheme.alpha / scheme.rank, seed, name)
-    if scheme.method == "qas":
-        return layers.Int8Linear(module, exact=scheme.rounding == "none")
-    if share < 1:
-        count = channel_count(share, module.in_features)
-        return layers.SlicedLinear(module, layers.first_choice(module, count, scheme.choose))
-    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight_of(module))
-    linear.bias = module.bias
-    return linear
-
-
-def stored(stack: Stack, parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds, by name: all that training changes, and which channels it was decided to train."""
-    kept = {
-        name: value
-        for name, value in stack.model.named_buffers()
-        if name.rpartition(".")[2] in ("columns", "codes", "scales")
-    }
-    layers = int8(stack)
-    return {**{name: p for name, p in parameters.items() if name not in layers}, **kept}
-
-
-def int8(stack: Stack) -> dict[str, Any]:
-    """The layers whose weights are trained as int8, by the names of the parameters that stand for these."""
-    from edgeft.methods.layers import Int8Linear
-
-    return {f"{name}.weight": m for name, m in stack.model.named_modules() if isinstance(m, Int8Linear)}
-
-
-def sliced(stack: Stack) -> list[Any]:
-    """The layers of which some channels are trained."""
-    from edgeft.methods.layers import SlicedLinear
-
-    return [module for module in stack.model.modules() if isinstance(module, SlicedLinear)]
-
-
-def _inject_lora(stack: Stack, scheme: Scheme, seed: int) -> None:
-    import torch
-    from peft import LoraConfig, inject_adapter_in_model
-
-    names = "|".join(re.escape(f"{block}.{stack.arch.linears[tensor].path}") for block, tensor in scheme.shares)
-    config = LoraConfig(
-        r=scheme.rank,
-        lora_alpha=scheme.alpha,  # type: ignore[arg-type]
-        lora_dropout=0.0,
-        target_modules=rf"layers\.({names})",
-    )
-    kept = [p for p in stack.model.parameters() if p.requires_grad]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject_adapter_in_model(config, stack.model)
-    for parameter in kept:  # PEFT freezes everything but its adapters
-        parameter.requires_grad_(True)
 
 
 def updated(stack: Stack, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
@@ -297,25 +190,13 @@ def updated(stack: Stack, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
 
     Names: layers.11.self_attn.q_proj.weight, layers.3.mlp.up_proj.bias, layers.3.input_layernorm.weight.
     """
-    from torch import nn
-
-    from edgeft.engine.stack import weight_of
-
     for number in scheme.blocks:
         block = stack.layers[number]
         for tensor, linear in stack.arch.linears.items():
             name = f"layers.{number}.{linear.path}"
             module: Any = block.get_submodule(linear.path)
-            share = scheme.share(number, tensor)
-            if share and scheme.method == "lora":
-                down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
-                base = module.base_layer
-                yield f"{name}.weight", weight_of(base) + module.scaling["default"] * (up @ down).detach()
-                module = base
-            elif share and isinstance(module, nn.Linear):  # trained itself: no copy
-                yield f"{name}.weight", module.weight.detach()
-            elif share:
-                yield f"{name}.weight", weight_of(module)
+            if scheme.share(number, tensor):
+                yield f"{name}.weight", scheme.method.merged(module)
             if scheme.biased(number, tensor):
                 yield f"{name}.bias", module.bias.detach()
         if scheme.normed(number):

@@ -85,12 +85,12 @@ def _how(values: Any) -> ExecutionConfig:
 def choose_engine(recipe: Recipe, rows: list[Encoded], progress: Progress, before: EngineChoice | None) -> Engine:
     from edgeft.engine import choose
     from edgeft.methods import scheme as schemes
-    from edgeft.plan.flops import step_flops
+    from edgeft.plan.flops import Pass, step_flops
     from edgeft.plan.schedule import Schedule
 
     shape = plan.shape_of(model_source(recipe.model.path), recipe.model.frozen)
     scheme = schemes.make(recipe.update, shape.depth, shape.arch)
     tokens, targets = sum(len(r.ids) for r in rows), sum(int(r.trained.sum()) for r in rows)
     epochs = Schedule(len(rows), recipe.train).steps * recipe.train.batch_rows / len(rows)
-    flops = epochs * step_flops(shape, scheme, tokens, 0, targets, 0, targets)
+    flops = epochs * step_flops(shape, scheme, Pass(tokens, 0, targets, 0, targets))
     return choose.choose(recipe, shape.head, shape.gate, flops, progress, before)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edgeft.methods.scheme import Scheme, channel_count
+from edgeft.engine.limits import padded
+from edgeft.methods.scheme import Scheme
 from edgeft.plan.shape import Shape
 
 
@@ -42,14 +43,6 @@ class Buffers:
     @property
     def bytes(self) -> int:
         return sum(buffer.row_bytes * buffer.rows for some in self.of.values() for buffer in some)
-
-
-def padded(rows: int) -> int:
-    """As model/block.py's: rows of an operand of a bf16 product."""
-    unit = 32
-    while unit * 8 < rows:
-        unit *= 2
-    return -(-rows // unit) * unit
 
 
 Stream = tuple[Buffer, Buffer | None]  # the residual stream, and what is still to be added to it
@@ -100,12 +93,12 @@ class _Top:
 
     def keeps(self, block: int, tensors: Sequence[str], given: Buffer, rows: int, width: int) -> list[Buffer]:
         """What of the input of these layers is kept: all of it, or what the gradients of each read."""
-        scheme = self.scheme
+        scheme, method = self.scheme, self.scheme.method
         shares = [share for tensor in tensors if (share := scheme.share(block, tensor))]
-        widths = [scheme.rank if scheme.method == "tinytl" else channel_count(share, width) for share in shares]
-        if sum(widths) >= width or (scheme.method == "lora" and shares):
+        widths = [method.kept_width(scheme, share, width) for share in shares]
+        if sum(widths) >= width:
             return [given]
-        each = 4 if scheme.method == "tinytl" else self.each
+        each = 4 if method.float32_inputs else self.each
         return [self.pool.take(padded(rows) if self.half else rows, each * few) for few in widths]
 
     def release(self, given: Buffer, x: Buffer, kept: Sequence[Buffer]) -> None:
@@ -118,7 +111,7 @@ class _Top:
         self, block: int, stream: Stream, rows: int, asked: int, hold: bool = False
     ) -> tuple[_Saved, tuple[Buffer, Buffer]]:
         """hold: what the block is given stays, so that it can be run again."""
-        shape, pool, scheme = self.shape, self.pool, self.scheme
+        shape, pool = self.shape, self.pool
         saved = _Saved(rows, asked)
         x, more = stream
         total = self.full(rows, shape.width) if more is not None else x
@@ -128,7 +121,7 @@ class _Top:
         saved.qkv = self.products((asked, shape.query), (rows, shape.key), (rows, shape.key))
         mixed = self.full(asked, shape.query)
         o_given = self.operand(mixed, asked, shape.query)
-        if self.half or scheme.method == "lora":  # in float32 it is kept by the attention anyway
+        if self.half:  # in float32 it is kept by the attention anyway
             saved.o_inputs = self.keeps(block, ("o",), o_given, asked, shape.query)
         out = self.product(asked, shape.width)
         if o_given is not mixed and o_given not in saved.o_inputs:
@@ -160,7 +153,7 @@ class _Top:
 
         dy = operand(grad, asked, shape.width)
         dact = pool.take(count, self.each * shape.ffn)
-        reads = scheme.share(block, "down") and scheme.method != "tinytl"
+        reads = scheme.share(block, "down") and not scheme.method.frugal
         act = pool.take(count, self.each * shape.ffn) if reads else None
         pool.free(dact, act)
         dx = self.product(asked, shape.width)

@@ -88,7 +88,7 @@ class Job:
         if how.compile == "auto" and not kernels:
             steps = load.passes(how.micro_batch_tokens)
             every = total([one for step in steps for one in step])
-            work = step_flops(self.shape, self.scheme, every.tokens, 0, every.asked, 0, every.targets)
+            work = step_flops(self.shape, self.scheme, every._replace(pairs=0, asked_pairs=0))
             worth = compiled.pays(work * load.steps / max(1, len(steps)), machine.rates.fp32)
             kernels = able and (machine.built or (machine.compiler and worth))
         half = how.products == "bf16" or (how.products == "auto" and kernels and machine.bf16)
@@ -133,8 +133,7 @@ def _states(job: Job) -> list[str]:
     asked, order = job.recipe.how.optimizer_state, list(STATE_BYTES)
     if not job.engine.kernels or job.recipe.train.optimizer != "adamw":
         return [asked]
-    qas = job.recipe.update.method == "qas"  # whose moments are never bf16
-    return [state for state in order[order.index(asked) :] if not (qas and state == "bf16")]
+    return [state for state in order[order.index(asked) :] if state in job.scheme.method.optimizer_states]
 
 
 def _products(job: Job) -> list[str]:
@@ -249,7 +248,7 @@ def smaller(job: Job) -> Iterator[Change]:
         axes["update.blocks"] = _block_options(job.scheme)
         if update.weights:  # biases and norms are few: fewer tensors would save nothing
             axes["update.tensors"] = _tensor_options(update.tensors)
-        if update.method in ("lora", "tinytl"):
+        if job.scheme.method.ranked:
             axes["update.rank"] = [rank for rank in (8, 4, 2) if rank < update.rank]
         elif update.weights:
             axes["update.channels"] = [share for share in CHANNELS if share < update.channels]

@@ -5,9 +5,7 @@ Products only, a multiply and an add as two; norms, gates and the optimiser are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from edgeft.methods.scheme import channel_count
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from edgeft.methods.scheme import Scheme
@@ -21,12 +19,21 @@ STEP_PARTS = 2  # of the sample, that make up a step
 ATTENTION_BACK = 2.5  # products of its backward pass over those of the forward pass: five against two
 
 
-def step_flops(
-    shape: Shape, scheme: Scheme, tokens: int, pairs: int, asked: int, asked_pairs: int, targets: int, back: bool = True
-) -> float:
-    """Blocks from the cut on, forward and backward. asked: tokens at which something is predicted."""
-    sizes = {name: rows * cols for name, rows, cols in shape.linears()}
-    everywhere = sizes["k"] + sizes["v"]  # all that the last block computes for every token
+class Pass(NamedTuple):
+    """One forward pass, and perhaps a backward pass, over a few rows."""
+
+    tokens: int  # of the forest
+    pairs: int  # of tokens that see each other
+    asked: int  # tokens at which something is predicted
+    asked_pairs: int
+    targets: int
+
+
+def step_flops(shape: Shape, scheme: Scheme, sizes: Pass, back: bool = True) -> float:
+    """Of one pass over the blocks from the cut on, forward and backward."""
+    tokens, pairs, asked, asked_pairs, targets = sizes
+    numbers = {name: rows * cols for name, rows, cols in shape.linears()}
+    everywhere = numbers["k"] + numbers["v"]  # all that the last block computes for every token
     whole = shape.block_parameters
     last = 2.0 * (everywhere * tokens + (whole - everywhere) * asked)
     between = shape.depth - scheme.cut - 1
@@ -35,19 +42,14 @@ def step_flops(
     head = 2.0 * shape.vocabulary * shape.width * targets
     if not back:
         return forward + attention + head
-    below = sizes["q"] + sizes["k"] + sizes["v"]  # the cut's own first layers: nobody below wants their input gradient
+    below = numbers["q"] + numbers["k"] + numbers["v"]  # of the cut: its input needs no gradient
     above = 2.0 * whole * tokens * max(0, between - 1) + last + 2.0 * (whole - below) * tokens
     updated = 0.0
     for number in scheme.blocks:
         for name, outputs, inputs in shape.linears():
-            share = scheme.share(number, name)
             rows = asked if number == shape.depth - 1 and name not in ("k", "v") else tokens
-            if share and scheme.method == "lora":  # forward, input gradient and weight gradient of both small matrices
-                updated += 6.0 * scheme.rank * (outputs + inputs) * rows
-            elif share and scheme.method == "tinytl":  # A has no gradient
-                updated += scheme.rank * (6.0 * outputs + 4.0 * inputs) * rows
-            elif share:
-                updated += 2.0 * outputs * channel_count(share, inputs) * rows
+            if share := scheme.share(number, name):
+                updated += scheme.method.update_flops(scheme, share, outputs, inputs) * rows
     return forward + above + updated + (1 + ATTENTION_BACK) * attention + 2 * head
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from edgeft import methods
 from edgeft.config import TENSORS, ExecutionConfig, Recipe
 from edgeft.engine.limits import HEAD_ROWS, LOGITS_BYTES
 from edgeft.methods.scheme import Scheme
@@ -59,9 +60,7 @@ SIZE_BYTES = 6 * MIB
 
 LAST_BYTES = 4 * MIB  # for a size that only the last block has: fewer kinds
 
-METHOD_BYTES = {"sparse": 5 * MIB, "qas": 5 * MIB, "tinytl": 1 * MIB, "lora": 12 * MIB}  # where weights are trained,
-
-CHANNELS_BYTES = 7 * MIB  # where some of their channels are,
+CHANNELS_BYTES = 7 * MIB  # besides Method.code_bytes, where some channels of a weight are trained,
 
 SHARE_BYTES = 0.6 * MIB  # and for every further share of a tensor's channels that some block has
 
@@ -113,18 +112,15 @@ def stages(
 
 
 def weight_bytes(recipe: Recipe) -> int:
-    """Of a trained number: float32, or of int8 weights what is kept of them."""
-    update = recipe.update
-    if update.method != "qas":
-        return 4
-    return {"carry": 2, "none": 4}.get(update.rounding, 1)
+    """Of a trained number."""
+    return methods.get(recipe.update.method).weight_bytes(recipe.update.rounding)
 
 
 def state_bytes(recipe: Recipe) -> float:
     """Of a trained number, that the optimiser keeps."""
     if recipe.train.optimizer == "adamw":
         return STATE_BYTES[recipe.how.optimizer_state]
-    moment = 1 if recipe.update.method == "qas" and recipe.how.optimizer_state == "8bit" else 4
+    moment = methods.get(recipe.update.method).momentum_bytes(recipe.how.optimizer_state)
     return moment if recipe.train.momentum else 0
 
 
@@ -135,7 +131,7 @@ def peak(terms: dict[str, int]) -> int:
 
 def libraries(shape: Shape, scheme: Scheme, engine: EngineSpec, sizes: Sizes = NO_SIZES) -> int:
     """sizes: of passes with bf16 products."""
-    lean = engine.kernels and scheme.method != "lora" and shape.lean
+    lean = engine.kernels and not scheme.method.uses_peft and shape.lean
     half = HALF_BYTES + _size_bytes(scheme) * sizes.whole + LAST_BYTES * sizes.asked if sizes.whole else 0
     return (LEAN_BYTES if lean else TRANSFORMERS_BYTES) + half
 
@@ -146,7 +142,7 @@ def _size_bytes(scheme: Scheme) -> int:
     shares = {(tensor, share) for (_, tensor), share in scheme.shares.items()}
     further = len(shares) - len({tensor for tensor, _ in shares})
     partial = CHANNELS_BYTES + int(SHARE_BYTES * further) if any(share < 1 for _, share in shares) else 0
-    return SIZE_BYTES + METHOD_BYTES[scheme.method] + partial
+    return SIZE_BYTES + scheme.method.code_bytes + partial
 
 
 def _data(load: Workload, texts: bool) -> int:
@@ -173,14 +169,14 @@ def _weights(shape: Shape, scheme: Scheme, how: ExecutionConfig, load: Workload,
     if not shape.mapped:
         return shape.file_bytes
     if shape.dense:
-        whole = [t for b in scheme.blocks for t in TENSORS if scheme.share(b, t) >= 1 and scheme.method == "sparse"]
+        whole = [t for b in scheme.blocks for t in TENSORS if scheme.share(b, t) >= 1 and scheme.method.dense]
         replaced = sum(rows * cols for rows, cols in map(shape.linear, whole))  # by the trained weights
         dense = 4 * (shape.depth * shape.block_parameters - replaced)
         return dense + _tables(shape, load, how)
     if how.spare_memory:
         return _largest_packed(shape) + _tables(shape, load, how)
     touched = {(block, tensor) for block in running for tensor in TENSORS}
-    if scheme.method in ("sparse", "qas"):  # what is trained as a whole was read once, and its pages let go
+    if scheme.method.replaces_base:  # what is trained as a whole was read once, and its pages released
         touched -= {(b, t) for b in scheme.blocks for t in TENSORS if scheme.share(b, t) >= 1}
     return sum(shape.packed_bytes(b, t) for b, t in touched) + _tables(shape, load, how)
 
@@ -267,9 +263,8 @@ def activations(shape: Shape, scheme: Scheme, recipe: Recipe, tokens: int, asked
     # plain torch: q k v and the attention's output twice (before and after the heads are put together), gate, its
     # activation, up, and what down reads
     kept = 4 * shape.width + 3 * shape.query + 2 * shape.key + 4 * shape.ffn
-    if scheme.method == "lora":  # every adapter keeps its input, and what is between its matrices
-        adapters = max(sum(scheme.share(block, name) > 0 for name in TENSORS) for block in scheme.blocks)
-        kept += adapters * (scheme.rank + shape.width // 2)
+    layers = max(sum(scheme.share(block, name) > 0 for name in TENSORS) for block in scheme.blocks)
+    kept += layers * scheme.method.kept_by_torch(scheme, shape.width)
     blocks = shape.depth - scheme.cut
     return tokens * 4 * (blocks * shape.width + 2 * kept if how.recompute else (blocks + 1) * kept)
 

@@ -15,20 +15,11 @@ import numpy as np
 from edgeft.config import Recipe
 from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
-from edgeft.plan.buffers import padded
+from edgeft.engine.limits import padded
+from edgeft.plan.flops import Pass
 from edgeft.plan.schedule import WITHOUT_GRADIENT, Schedule
 
 SAMPLE_ROWS = 1024  # looked at; counting them all would take longer than a plan should
-
-
-class Pass(NamedTuple):
-    """One forward pass, and perhaps a backward pass, over a few rows."""
-
-    tokens: int  # of the forest
-    pairs: int  # of tokens that see each other
-    asked: int  # tokens at which something is predicted
-    asked_pairs: int
-    targets: int
 
 
 class Sizes(NamedTuple):

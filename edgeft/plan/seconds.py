@@ -16,9 +16,9 @@ from edgeft.engine import compiled
 from edgeft.engine.limits import LOGITS_BYTES
 from edgeft.host import device
 from edgeft.methods.scheme import Scheme
-from edgeft.plan.flops import ATTENTION_BACK, search_pays, search_tokens, step_flops
+from edgeft.plan.flops import ATTENTION_BACK, Pass, search_pays, search_tokens, step_flops
 from edgeft.plan.memory import VERIFY_ROWS, EngineSpec, state_bytes
-from edgeft.plan.rows import Pass, Workload, total
+from edgeft.plan.rows import Workload, total
 from edgeft.plan.schedule import Schedule
 from edgeft.plan.shape import Shape, trained_parameters
 
@@ -143,7 +143,7 @@ class Clock:
     def _frozen(self) -> int:
         """Values above the cut that are packed; a weight of which all channels are trained is not."""
         values, scheme = (self.shape.depth - self.scheme.cut) * self.shape.block_parameters, self.scheme
-        if scheme.method == "sparse":
+        if scheme.method.dense:
             trained = [self.shape.linear(tensor) for (_, tensor), share in scheme.shares.items() if share >= 1]
             values -= sum(rows * cols for rows, cols in trained)
         return values
@@ -167,8 +167,7 @@ class Clock:
         head = 2.0 * shape.vocabulary * shape.width * one.targets * (2 if back else 1)
         pairs = one.pairs * (blocks - 1) + one.asked_pairs
         attention = 4.0 * shape.query * pairs
-        given = (one.tokens, one.pairs, one.asked, one.asked_pairs, one.targets)
-        flops = step_flops(shape, self.scheme, *given, back=back)
+        flops = step_flops(shape, self.scheme, one, back=back)
         flops -= head + attention * (1 + ATTENTION_BACK if back else 1)
         kept = 0  # of a block's weights, those that are not multiplied with a second time
         if frugal and not recompute:
@@ -183,7 +182,7 @@ class Clock:
         pieces = sum(-(-each.targets * 4 * shape.vocabulary // LOGITS_BYTES) for each in passes)
         rows = shape.vocabulary * shape.width * pieces * (1 + back)  # the head is unpacked for every piece of logits
         found += self._add("unpacking weights", rows * WEIGHT_BYTES / self.rates.copy)
-        if half and back and self.scheme.method != "lora":
+        if half and back and self.scheme.method.casts:
             found += self._add("optimiser", count * self.trained * CAST_BYTES / self.rates.copy)
         return found
 
@@ -194,7 +193,7 @@ class Clock:
         self.parts = {}
         load, recipe = self.load, self.recipe
         found = {"prepare": START_S["prepare"] + ROW_S * (load.train_rows + load.heldout_rows)}
-        lean = self.engine.kernels and self.scheme.method != "lora" and self.shape.lean
+        lean = self.engine.kernels and not self.scheme.method.uses_peft and self.shape.lean
         start = START_S["lean" if lean else "transformers"]
         if self.shape.dense:
             start += 4 * self.shape.depth * self.shape.block_parameters / DENSE_BYTES

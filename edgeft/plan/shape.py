@@ -18,7 +18,6 @@ from edgeft.formats import ggml
 from edgeft.formats.gguf import GGUF, TensorInfo
 from edgeft.formats.source import is_gguf
 from edgeft.formats.types import SLOW, check_type
-from edgeft.methods.scheme import channel_count
 
 if TYPE_CHECKING:
     from edgeft.methods.scheme import Scheme
@@ -138,12 +137,8 @@ def trained_tensors(shape: Shape, scheme: Scheme) -> list[int]:
     for block in scheme.blocks:
         for tensor, rows, cols in shape.linears():
             share = scheme.share(block, tensor)
-            if share and scheme.method == "lora":
-                sizes += [scheme.rank * cols, scheme.rank * rows]
-            elif share and scheme.method == "tinytl":  # of a lite branch, B alone
-                sizes.append(scheme.rank * rows)
-            elif share:
-                sizes.append(rows * channel_count(share, cols))
+            if share:
+                sizes += scheme.method.trained_sizes(scheme, share, rows, cols)
             if scheme.biased(block, tensor):
                 sizes.append(rows)
     return sizes

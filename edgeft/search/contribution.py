@@ -28,8 +28,10 @@ from edgeft.engine.batch import Batch, batch_of
 from edgeft.engine.stack import Stack, set_submodule
 from edgeft.errors import DataError
 from edgeft.host.files import open_handle
+from edgeft.methods import SPARSE
 from edgeft.methods import scheme as schemes
-from edgeft.methods.scheme import Scheme, channel_count
+from edgeft.methods.base import channel_count
+from edgeft.methods.scheme import Scheme
 from edgeft.plan.flops import HELDOUT_TOKENS, PART_TOKENS, SAMPLE_TOKENS, part_tokens
 
 # Channels are chosen by their gradients. On SmolLM2-135M with SQuAD rows an eighth of them brings 34 % of what all do,
@@ -243,7 +245,7 @@ def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, te
 
 def _whole_block(block: int, arch: Architecture) -> Scheme:
     return Scheme(
-        "sparse",
+        SPARSE,
         {(block, tensor): 1.0 for tensor in arch.linears},
         frozenset((block, tensor) for tensor in arch.biases),
         frozenset([block]),

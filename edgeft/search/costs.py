@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from edgeft.config import TENSORS, ExecutionConfig, Recipe
 from edgeft.data.tokens import Encoded
+from edgeft.methods import SPARSE
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import Shape, fit
 from edgeft.plan.memory import EngineSpec, peak, state_bytes
@@ -129,4 +130,4 @@ def _seconds(job: fit.Job) -> float:
 def _scheme(
     shares: dict[tuple[int, str], float], biases: Sequence[tuple[int, str]] = (), norms: Sequence[int] = ()
 ) -> Scheme:
-    return Scheme("sparse", shares, frozenset(biases), frozenset(norms))
+    return Scheme(SPARSE, shares, frozenset(biases), frozenset(norms))

@@ -21,6 +21,7 @@ from edgeft.data.tokens import Encoded
 from edgeft.formats import hub
 from edgeft.host import cache
 from edgeft.host.files import write_json
+from edgeft.methods import SPARSE
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import memory as plan_memory
 from edgeft.plan.fit import Machine
@@ -181,9 +182,9 @@ class Candidate:
 
     def scheme(self, arch: Architecture, depth: int) -> Scheme:
         if self.tensor is not None and self.block is not None:
-            return Scheme("sparse", {(self.block, self.tensor): 1.0})
+            return Scheme(SPARSE, {(self.block, self.tensor): 1.0})
         blocks = range(depth - self.biased_blocks, depth)
-        return Scheme("sparse", {}, frozenset((b, t) for b in blocks for t in arch.biases), frozenset(blocks))
+        return Scheme(SPARSE, {}, frozenset((b, t) for b in blocks for t in arch.biases), frozenset(blocks))
 
 
 def candidates(first: FirstOrder) -> list[Candidate]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from edgeft import plan
+from edgeft import methods, plan
 from edgeft.arch import Architecture
 from edgeft.config import TENSORS, Device, PartConfig, Recipe, UpdateConfig, format_duration, format_size
 from edgeft.data.tokens import Encoded
@@ -78,7 +78,7 @@ def build_problem(
     """
     from edgeft.search import contribution
 
-    if recipe.update.method != "sparse":
+    if not methods.get(recipe.update.method).partial:
         raise ConfigError(
             f"a search finds what `update.method: sparse` trains, and this recipe says `{recipe.update.method}`",
             "search from `--recipe sparse-bp`",
@@ -153,7 +153,7 @@ def find(posed: SearchProblem, seed: int, compare: bool = True) -> dict[str, Any
 
 def _least(costs: Costs) -> Scheme:
     """A few channels of one small tensor of the last block."""
-    return Scheme("sparse", {(costs.shape.depth - 1, "k"): SHARES[1]})
+    return Scheme(methods.SPARSE, {(costs.shape.depth - 1, "k"): SHARES[1]})
 
 
 def _refuse(costs: Costs, budget: Budget) -> None:

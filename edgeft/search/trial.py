@@ -17,10 +17,11 @@ from edgeft.engine import optimizer as optimizers
 from edgeft.engine.batch import batch_of
 from edgeft.engine.optimizer import Optimizer
 from edgeft.engine.stack import Stack
+from edgeft.methods import SPARSE
 from edgeft.methods import scheme as schemes
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import Shape
-from edgeft.plan.flops import STEP_PARTS, WARM_STEPS, step_flops
+from edgeft.plan.flops import STEP_PARTS, WARM_STEPS, Pass, step_flops
 from edgeft.plan.schedule import Schedule
 from edgeft.search.contribution import Inputs, Sample, temporarily_trainable
 
@@ -68,7 +69,7 @@ def warm_up(stack: Stack, sample: Sample, train: TrainConfig, how: ExecutionConf
     able = frozenset((block, tensor) for block in blocks for tensor in stack.arch.biases)
     before = stack.options.recompute
     stack.configure(recompute="full" if before == "full" else "selective")
-    parameters = schemes.apply(stack, Scheme("sparse", {}, able, frozenset(blocks)), seed=0)
+    parameters = schemes.apply(stack, Scheme(SPARSE, {}, able, frozenset(blocks)), seed=0)
     optimizer = optimizers.make(parameters, replace(train, optimizer="adamw"), how, stack.options.backend)
     optimizer.set_rate(WARM_RATE)
 
@@ -115,5 +116,5 @@ def trial_flops(sample: Sample, shape: Shape, scheme: Scheme) -> float:
     used = [(sample.parts[place], True) for step in range(STEPS) for place in _places(sample, step)]
     for part, back in [*used, *((part, False) for part in sample.heldout)]:
         seen, targets = forest.positions[forest.nodes(part)] + 1, forest.trained(part)
-        total += step_flops(shape, scheme, len(seen), int(seen.sum()), targets, 0, targets, back)
+        total += step_flops(shape, scheme, Pass(len(seen), int(seen.sum()), targets, 0, targets), back)
     return total

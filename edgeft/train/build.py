@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from edgeft import methods
 from edgeft.config import Recipe
 from edgeft.errors import RunError
 from edgeft.formats.source import model_source as model_source
@@ -36,7 +37,7 @@ def load_stack(recipe: Recipe, engine: Engine | None = None) -> Stack:
     backend = engine.backend if engine else TORCH
     backend.memory.set_release(recipe.how.spare_memory)
     use_threads(recipe.how.threads)
-    lean = backend.runs_blocks and recipe.update.method != "lora"  # PEFT needs transformers anyway
+    lean = backend.runs_blocks and not methods.get(recipe.update.method).uses_peft
     stack = load(model_source(recipe.model.path), recipe.model.frozen, lean)
     stack.configure(backend=backend, bf16=engine is not None and engine.bf16)
     return stack
@@ -55,7 +56,7 @@ def trained_stack(
     run: Run, progress: Progress = Progress(), engine: Engine | None = None, spare_memory: bool = False
 ) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The run's model with its best checkpoint loaded."""
-    from edgeft.methods import scheme as schemes
+    from edgeft.methods.layer import checkpoint_tensors
     from edgeft.train.loop import load_trained
 
     if not run.best.is_file():
@@ -64,5 +65,5 @@ def trained_stack(
         )
     how = replace(run.recipe.how, spare_memory=spare_memory)
     stack, scheme, parameters = build(replace(run.effective, how=how), engine)
-    load_trained(schemes.stored(stack, parameters), run, progress)
+    load_trained(checkpoint_tensors(stack, parameters), run, progress)
     return stack, scheme, parameters

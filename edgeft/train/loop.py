@@ -22,17 +22,16 @@ from torch import nn
 
 from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
-from edgeft.engine import optimizer
 from edgeft.engine.batch import Batch, batch_of
 from edgeft.engine.limits import padded
 from edgeft.engine.stack import Stack
 from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
 from edgeft.host.system import peak_bytes, stop_signals
-from edgeft.methods import scheme as schemes
-from edgeft.methods.qas import Qas
+from edgeft.methods.layer import checkpoint_tensors
+from edgeft.methods.rotation import Rotation
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import shape_of_config
-from edgeft.plan.flops import step_flops
+from edgeft.plan.flops import Pass, step_flops
 from edgeft.plan.schedule import Schedule as Schedule
 from edgeft.run.events import (
     CheckpointEvent,
@@ -107,7 +106,7 @@ class Trainer:
         train, heldout = sides
         self.recipe = run.effective
         self.run, self.stack, self.scheme, self.parameters = run, stack, scheme, parameters
-        self.stored = schemes.stored(stack, parameters)
+        self.stored = checkpoint_tensors(stack, parameters)
         self.progress = progress
         how = self.recipe.how
         self.backend, self.memory = stack.options.backend, stack.options.backend.memory
@@ -118,13 +117,8 @@ class Trainer:
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))
         self.schedule = Schedule(len(train), self.recipe.train, stack.width)
-        self.turn = scheme  # what the present step trains of it
-        layers = schemes.int8(stack)
-        self.optimizer = (
-            Qas(parameters, layers, self.recipe, self.backend)
-            if layers
-            else optimizer.make(parameters, self.recipe.train, how, self.backend)
-        )
+        self.rotation = Rotation(scheme, self.recipe.train.seed)
+        self.optimizer = scheme.method.optimizer(stack, parameters, self.recipe)
         self.shape = shape_of_config(stack.arch, stack.config)
         self.step = 0
         self.best_loss = math.inf
@@ -147,18 +141,16 @@ class Trainer:
 
     def _choose_channels(self) -> None:
         """`update.choose: gradient`: a backward pass over a few rows, each on its own, whatever the micro-batches."""
-        layers = schemes.sliced(self.stack)
-        if self.scheme.choose != "gradient" or not layers:
-            return
-        for layer in layers:
-            layer.look()
         order = epoch_order(self.forest, self.rows, self.recipe.train.seed, 0, grouped=False)
-        for row in order[:CHOOSING_ROWS]:
-            nodes, batch = batch_of(self.forest, [row])
-            self.loss(nodes, batch).backward()  # type: ignore[no-untyped-call]
-            self.optimizer.clear()
-        for layer in layers:
-            layer.choose()
+
+        def backward() -> None:
+            for row in order[:CHOOSING_ROWS]:
+                nodes, batch = batch_of(self.forest, [row])
+                self.loss(nodes, batch).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.clear()
+
+        if not self.scheme.method.choose_channels(self.stack, self.scheme, backward):
+            return
         self.memory.pool.resize(self.memory.pool.rows)  # it took buffers of other widths than training does
         self.memory.trim(always=True)  # and most of it was done in plain torch, outside the pool
         self.progress.line(f"channels chosen by the gradients of {min(CHOOSING_ROWS, len(order))} rows")
@@ -199,18 +191,6 @@ class Trainer:
     def _parts(self, rows: list[int]) -> list[list[int]]:
         return list(self.forest.micro_batches(rows, self.watch.tokens))
 
-    def _rotate_active_blocks(self) -> None:
-        """`update.cycle_blocks`: other blocks than before are trained. What the optimiser knew of those before is gone:
-        when their turn comes again all others have moved, and moments of then would say little."""
-        blocks = self.scheme.turn(self.step, self.recipe.train.seed)
-        if blocks == self.turn.blocks:
-            return
-        self.turn = self.scheme.only(blocks)
-        active = {name for name in self.parameters if int(name.split(".")[1]) in blocks}
-        for name, parameter in self.parameters.items():
-            parameter.requires_grad_(name in active)
-        self.optimizer.keep(active)
-
     def _choose_tokens(self, batch: Batch, salt: int) -> None:
         """TokenTune: a random share of the tokens, the same when the step is taken again; trained ones always."""
         t = self.recipe.train
@@ -229,9 +209,10 @@ class Trainer:
         """What this batch needs, forward and backward."""
         asked = torch.unique(batch.at)
         seen = batch.positions + 1  # tokens that each one sees
-        sizes = len(seen), int(seen.sum()), len(asked), int(seen[asked].sum()), len(batch.targets)
-        below = [step_flops(self.shape, scheme, *sizes, back=False) for scheme in (self.scheme, self.turn)]
-        return step_flops(self.shape, self.turn, *sizes) + below[0] - below[1]
+        sizes = Pass(len(seen), int(seen.sum()), len(asked), int(seen[asked].sum()), len(batch.targets))
+        active = self.rotation.active
+        below = [step_flops(self.shape, scheme, sizes, back=False) for scheme in (self.scheme, active)]
+        return step_flops(self.shape, active, sizes) + below[0] - below[1]
 
     def heldout_loss(self) -> float:
         """Mean nats per target over the held-out rows."""
@@ -277,7 +258,7 @@ class Trainer:
             self._choose_channels()
             begin = self.governor.worked_s()
             of = f"{len(self.rows)} rows" + (", bf16" if self.stack.options.bf16 else "")
-            of += ", int8" if self.scheme.method == "qas" else ""  # rounded before the first step
+            of += self.scheme.method.base_note
             self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
             seconds = round(self.governor.worked_s() - begin, 3)
             self.run.log(ValidationEvent(0, self.base_loss, seconds))
@@ -288,7 +269,7 @@ class Trainer:
             begin = self.governor.worked_s()
             lr = schedule.lr(self.step) * self.guard.rate
             self.optimizer.set_rate(lr, schedule.bias_lr(self.step) * self.guard.rate)
-            self._rotate_active_blocks()
+            self.rotation.advance(self.step, self.parameters, self.optimizer)
             try:
                 passed = self.backward(self.step_rows(self.step), stopping)
             except (DoesNotFitError, MemoryError, RuntimeError) as error:

@@ -9,8 +9,8 @@ process of its own on the same rows; untuned and tuned files are scored by llama
 ARC-Easy, as a guard against forgetting; the set `arc` is trained on these very questions, and guards nothing. With
 --out, what an earlier call with the same settings found is kept: methods can be run one by one. `searched` is found by
 `edgeft search` for --memory; `last-k` are as many of the last blocks as fit the same memory; `equal-time` is the
-searched scheme for as many epochs as LoRA's time allows; `sgd`, `qas-sgd` and `int8-sgd` are SGD with momentum on the
-tensors of sparse-rule: in float32, in int8 with QAS, and in int8 without it.
+searched scheme for as many epochs as LoRA's time allows; `sgd` and `qas-sgd` are SGD with momentum on the tensors of
+sparse-rule, in float32 and in int8.
 """
 
 from __future__ import annotations

@@ -1,0 +1,127 @@
+"""A method: how it builds its layers, what it saves, how it merges at export, what it costs.
+
+No torch at import: the planner asks the same objects. What needs torch imports it late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from edgeft.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from edgeft.config import Recipe
+    from edgeft.engine.backend import Backend
+    from edgeft.engine.linear import LinearSpec
+    from edgeft.engine.optimizer import Optimizer
+    from edgeft.engine.stack import Stack
+    from edgeft.methods.scheme import Scheme
+
+MIB = 1 << 20
+
+
+class Method:
+    """The defaults are those of a method that trains a small matrix beside each frozen weight, or replaces it."""
+
+    name: str
+    about: str  # as in the explanation of `update.method`
+
+    # What it can do
+    partial = False  # trains a share of a tensor's input channels; a search looks for these
+    ranked = False  # `update.rank` sets its size
+    uses_peft = False  # its layers are PEFT's: transformers' blocks are needed, and an adapter can be exported
+    optimizer_states: tuple[str, ...] = ("fp32", "bf16", "8bit")
+    base_note = ""  # added to the key of the held-out loss before training, where that is not the base model's
+
+    # What it costs
+    code_bytes = 5 * MIB  # that the library compiles and keeps for each size of a pass with bf16 products
+    frugal = False  # no gradient reads a layer's whole input: most of a block can be recomputed from little
+    replaces_base = False  # a tensor that is trained whole never reads its packed weight again
+    dense = False  # and is a float32 matrix, which no product has to unpack
+    casts = True  # trained numbers are cast in every pass with bf16 products
+    float32_inputs = False  # what it keeps of an input is float32, also with bf16 products
+
+    def validate(self, scheme: Scheme) -> None:
+        if not scheme.shares:
+            raise ConfigError(f"`update.method: {self.name}` needs update.weights and update.tensors")
+        if not self.partial and min(scheme.shares.values()) < 1:
+            raise ConfigError(
+                f"`update.method: {self.name}` trains all input channels of a tensor",
+                "use `--set update.channels=1`, or `--set update.method=sparse`",
+            )
+
+    # ------------------------------------------------ costs, of a weight (rows, cols) of which a share is trained
+
+    def trained_sizes(self, scheme: Scheme, share: float, rows: int, cols: int) -> list[int]:
+        """Numbers in each trained tensor."""
+        return [rows * channel_count(share, cols)]
+
+    def update_flops(self, scheme: Scheme, share: float, rows: int, cols: int) -> float:
+        """Per token: what training adds to the frozen layer's products."""
+        return 2.0 * rows * channel_count(share, cols)
+
+    def kept_width(self, scheme: Scheme, share: float, cols: int) -> int:
+        """Numbers per token of the layer's input that its backward pass reads."""
+        return channel_count(share, cols)
+
+    def kept_by_torch(self, scheme: Scheme, width: int) -> int:
+        """Numbers per token and layer that plain torch keeps besides."""
+        return 0
+
+    def weight_bytes(self, rounding: str) -> int:
+        """Of a trained number."""
+        return 4
+
+    def momentum_bytes(self, state: str) -> int:
+        """Of a trained number, that SGD keeps."""
+        return 4
+
+    # ------------------------------------------------ layers
+
+    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
+        """The layer that takes the frozen one's place. `name` is its path in the model."""
+        raise NotImplementedError
+
+    def inject(self, stack: Stack, scheme: Scheme, seed: int) -> None:
+        """For a method that changes the whole stack at once, after `build`."""
+
+    def spec(self, layer: Any) -> LinearSpec:
+        """What a TrainedLinear computes and trains."""
+        raise NotImplementedError
+
+    def operand(self, layer: Any, backend: Backend, bf16: bool) -> torch.Tensor:
+        """Its weight as a product reads it, where the spec's base is the layer itself."""
+        raise NotImplementedError
+
+    def dense_weight(self, layer: Any) -> torch.Tensor:
+        """The merged float32 weight of a TrainedLinear, in memory of its own."""
+        raise NotImplementedError
+
+    def merged(self, module: nn.Module) -> torch.Tensor:
+        """For export: the weight with all that was trained in it."""
+        from edgeft.engine.stack import weight_of
+
+        return weight_of(module)
+
+    # ------------------------------------------------ training
+
+    def choose_channels(self, stack: Stack, scheme: Scheme, backward: Callable[[], None]) -> bool:
+        """Before the first step. `backward` runs over a few rows; False: nothing to choose."""
+        return False
+
+    def optimizer(self, stack: Stack, parameters: dict[str, nn.Parameter], recipe: Recipe) -> Optimizer:
+        from edgeft.engine import optimizer
+
+        return optimizer.make(parameters, recipe.train, recipe.how, stack.options.backend)
+
+
+def channel_count(share: float, inputs: int) -> int:
+    """Input channels that are trained: whole groups of 32, as packed weights have, where any fit."""
+    if share >= 1:
+        return inputs
+    count = max(1, round(share * inputs))
+    return min(inputs, (count + 16) // 32 * 32) or count

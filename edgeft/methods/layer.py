@@ -1,0 +1,84 @@
+"""A linear layer that a method puts in a frozen one's place.
+
+A checkpoint holds each of its buffers and each trained parameter but a stand-in: none has to be listed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from edgeft.engine.backend import TORCH, Backend
+from edgeft.engine.linear import ComputeOptions, LinearSpec, linears
+from edgeft.engine.stack import Stack
+from edgeft.methods.base import Method
+
+Tensor = torch.Tensor
+PLAIN = ComputeOptions(TORCH)
+
+
+class TrainedLinear(nn.Module):
+    """(…, I) → (…, O). Its method says what is computed and trained; it takes over the frozen layer's bias."""
+
+    stand_in = ""  # the parameter that only carries a gradient: what it stands for is in buffers
+
+    def __init__(self, method: Method, base: Any) -> None:
+        super().__init__()
+        self.method = method
+        self.in_features, self.out_features = int(base.in_features), int(base.out_features)
+        self.bias: nn.Parameter | None = base.bias
+        base.bias = None
+        self.gradient_sizes: Tensor | None = None  # (I,) while observed: sums of squares of weight gradients
+
+    def as_layer(self) -> LinearSpec | None:
+        return self.method.spec(self) if self.gradient_sizes is None else None  # observed: called as a module
+
+    def operand(self, backend: Backend, bf16: bool) -> Tensor:
+        return self.method.operand(self, backend, bf16)
+
+    def dense_weight(self) -> Tensor:
+        return self.method.dense_weight(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In plain torch."""
+        if self.gradient_sizes is not None:
+            observed: Tensor = _Observed.apply(x, next(p for p in self.parameters() if p.requires_grad), self)
+            return observed
+        (out,) = linears(x.reshape(-1, self.in_features), (self,), PLAIN)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def observe(self) -> None:
+        """Backward passes add up `gradient_sizes` from now on, and compute no gradient of a parameter."""
+        self.gradient_sizes = torch.zeros(self.in_features)
+
+
+class _Observed(torch.autograd.Function):
+    """The layer unchanged; `trained` only makes autograd call backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trained: Tensor, layer: TrainedLinear) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.dense_weight(), layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,), layer = ctx.saved_tensors, ctx.layer
+        dy = grads[0].reshape(-1, layer.out_features)
+        layer.gradient_sizes += (dy.T @ x.reshape(-1, layer.in_features)).square_().sum(0)
+        dx = dy @ layer.dense_weight() if ctx.needs_input_grad[0] else None
+        return None if dx is None else dx.view(x.shape), None, None
+
+
+def trained_linears(stack: Stack) -> dict[str, TrainedLinear]:
+    return {name: module for name, module in stack.model.named_modules() if isinstance(module, TrainedLinear)}
+
+
+def checkpoint_tensors(stack: Stack, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """All that training changes or chooses, by name."""
+    layers = trained_linears(stack)
+    stand_ins = {f"{path}.{layer.stand_in}" for path, layer in layers.items()}
+    buffers = {f"{path}.{name}": b for path, layer in layers.items() for name, b in layer.named_buffers(recurse=False)}
+    return {**{name: p for name, p in parameters.items() if name not in stand_ins}, **buffers}

@@ -1,0 +1,96 @@
+"""`lora`: PEFT's adapters beside frozen weights, y = x Wᵀ + b + (alpha / r) (x Aᵀ) Bᵀ with A and B trained.
+
+The layers are PEFT's own; each also names its parts, so that the engine's products compute it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from edgeft.methods.base import MIB, Method
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from edgeft.engine.linear import LinearSpec
+    from edgeft.engine.stack import Stack
+    from edgeft.methods.scheme import Scheme
+
+
+class Lora(Method):
+    name = "lora"
+    about = "PEFT adapters on them"
+    ranked = True
+    uses_peft = True
+    code_bytes = 12 * MIB
+    casts = False
+
+    def trained_sizes(self, scheme: Scheme, share: float, rows: int, cols: int) -> list[int]:
+        return [scheme.rank * cols, scheme.rank * rows]
+
+    def update_flops(self, scheme: Scheme, share: float, rows: int, cols: int) -> float:
+        return 6.0 * scheme.rank * (rows + cols)  # forward, input gradient and weight gradient of both matrices
+
+    def kept_by_torch(self, scheme: Scheme, width: int) -> int:
+        return scheme.rank + width // 2  # each adapter keeps its input, and x Aᵀ
+
+    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
+        return module  # type: ignore[no-any-return]  # PEFT draws all adapters at once, see `inject`
+
+    def inject(self, stack: Stack, scheme: Scheme, seed: int) -> None:
+        import torch
+        from peft import LoraConfig, inject_adapter_in_model
+
+        names = "|".join(re.escape(f"{block}.{stack.arch.linears[tensor].path}") for block, tensor in scheme.shares)
+        config = LoraConfig(
+            r=scheme.rank,
+            lora_alpha=scheme.alpha,  # type: ignore[arg-type]
+            lora_dropout=0.0,
+            target_modules=rf"layers\.({names})",
+        )
+        trained = [p for p in stack.model.parameters() if p.requires_grad]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inject_adapter_in_model(config, stack.model)
+        for parameter in trained:  # PEFT freezes everything but its adapters
+            parameter.requires_grad_(True)
+        for block, tensor in scheme.shares:
+            layer = stack.linear(block, tensor)
+            layer.__class__ = _described(type(layer))  # type: ignore[arg-type]
+
+
+@cache
+def _described(kind: type[nn.Module]) -> type[nn.Module]:
+    """PEFT's layer class, with what the engine and the export ask of a layer."""
+    return type(kind.__name__, (kind,), {"as_layer": _spec, "dense_weight": _merged})
+
+
+def adapter(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """A (r, I) and B (O, r)."""
+    return layer.lora_A["default"].weight, layer.lora_B["default"].weight
+
+
+def _spec(layer: Any) -> LinearSpec | None:
+    from torch import nn
+
+    from edgeft.engine.linear import LinearSpec
+    from edgeft.engine.packed import PackedLinear
+
+    base = layer.base_layer
+    if type(base) not in (nn.Linear, PackedLinear):
+        return None  # bitsandbytes': called as a module
+    return LinearSpec(base, base.bias, *adapter(layer), layer.scaling["default"])
+
+
+def _merged(layer: Any) -> torch.Tensor:
+    from edgeft.engine.stack import weight_of
+
+    down, up = adapter(layer)
+    merged: torch.Tensor = weight_of(layer.base_layer) + layer.scaling["default"] * (up @ down).detach()
+    return merged
+
+
+LORA = Lora()

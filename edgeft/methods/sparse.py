@@ -1,0 +1,104 @@
+"""`sparse`: the chosen tensors themselves, whole or some of their input channels, in float32.
+
+Channels that are not trained stay as they were stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from edgeft.methods.base import Method, channel_count
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from edgeft.engine.linear import LinearSpec
+    from edgeft.engine.stack import Stack
+    from edgeft.methods.scheme import Scheme
+
+
+class Sparse(Method):
+    name = "sparse"
+    about = "the chosen tensors themselves"
+    partial = True
+    replaces_base = True
+    dense = True
+
+    def validate(self, scheme: Scheme) -> None:
+        """Biases and norms alone are enough."""
+
+    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
+        from torch import nn
+
+        from edgeft.engine.stack import weight_of
+        from edgeft.methods.layer import TrainedLinear
+
+        if share >= 1:
+            linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            linear.weight = nn.Parameter(weight_of(module))
+            linear.bias = module.bias
+            return linear
+        columns = _first_channels(module, channel_count(share, module.in_features), scheme.choose)
+        layer = TrainedLinear(self, module)
+        layer.base = module
+        layer.register_buffer("columns", columns)  # (C,) ascending
+        layer.part = nn.Parameter(weight_of(module)[:, columns])  # (O, C)
+        return layer
+
+    def spec(self, layer: Any) -> LinearSpec:
+        from edgeft.engine.linear import LinearSpec
+
+        return LinearSpec(layer.base, layer.bias, part=layer.part, columns=layer.columns)
+
+    def dense_weight(self, layer: Any) -> torch.Tensor:
+        from edgeft.engine.stack import weight_of
+
+        return weight_of(layer.base).index_copy_(1, layer.columns, layer.part.detach())
+
+    def merged(self, module: Any) -> torch.Tensor:
+        from edgeft.methods.layer import TrainedLinear
+
+        if isinstance(module, TrainedLinear):
+            return super().merged(module)
+        weight: torch.Tensor = module.weight.detach()  # no copy
+        return weight
+
+    def choose_channels(self, stack: Stack, scheme: Scheme, backward: Callable[[], None]) -> bool:
+        """Those with the largest gradients; only before anything is trained."""
+        import torch
+
+        from edgeft.engine.stack import weight_of
+        from edgeft.methods.layer import trained_linears
+
+        layers: list[Any] = list(trained_linears(stack).values())
+        if scheme.choose != "gradient" or not layers:
+            return False
+        for layer in layers:
+            layer.observe()
+        backward()
+        with torch.no_grad():
+            for layer in layers:
+                columns = largest(layer.gradient_sizes, len(layer.columns))
+                layer.columns.copy_(columns)
+                layer.part.copy_(weight_of(layer.base)[:, columns])
+                layer.gradient_sizes = None
+        return True
+
+
+def largest(sizes: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the `count` largest, ascending; of equal ones the first."""
+    return sizes.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def _first_channels(base: Any, count: int, choose: str) -> torch.Tensor:
+    """Until gradients are known: the largest columns of the weight, or the first ones."""
+    import torch
+
+    from edgeft.engine.stack import weight_of
+
+    return largest(weight_of(base).square_().sum(0), count) if choose == "weight" else torch.arange(count)
+
+
+SPARSE = Sparse()

@@ -1,0 +1,65 @@
+"""`tinytl`: y = x Wᵀ + b + scale (x Aᵀ) Bᵀ. W and A are frozen, B starts at zero: only x Aᵀ, r numbers, is kept.
+
+A holds random signs, scaled so that each row has length 1. It comes from the seed and the layer's name: never saved.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgeft.methods.base import MIB, Method
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from edgeft.engine.linear import LinearSpec
+    from edgeft.methods.scheme import Scheme
+
+
+class TinyTL(Method):
+    name = "tinytl"
+    about = "lite residual branches beside them"
+    ranked = True
+    code_bytes = 1 * MIB
+    frugal = True
+    float32_inputs = True
+
+    def trained_sizes(self, scheme: Scheme, share: float, rows: int, cols: int) -> list[int]:
+        return [scheme.rank * rows]  # B alone
+
+    def update_flops(self, scheme: Scheme, share: float, rows: int, cols: int) -> float:
+        return scheme.rank * (6.0 * rows + 4.0 * cols)  # A has no gradient
+
+    def kept_width(self, scheme: Scheme, share: float, cols: int) -> int:
+        return scheme.rank
+
+    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
+        import torch
+        from torch import nn
+
+        from edgeft.methods.layer import TrainedLinear
+
+        layer: Any = TrainedLinear(self, module)
+        layer.base, layer.scale = module, scheme.alpha / scheme.rank
+        random = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        signs = random.integers(0, 2, (scheme.rank, layer.in_features), dtype=np.int8)
+        layer.down = torch.from_numpy(signs).float().mul_(2).sub_(1).mul_(layer.in_features**-0.5)  # A (r, I)
+        layer.up = nn.Parameter(torch.zeros(layer.out_features, scheme.rank))  # B (O, r)
+        return layer  # type: ignore[no-any-return]
+
+    def spec(self, layer: Any) -> LinearSpec:
+        from edgeft.engine.linear import LinearSpec
+
+        return LinearSpec(layer.base, layer.bias, layer.down, layer.up, layer.scale)
+
+    def dense_weight(self, layer: Any) -> torch.Tensor:
+        from edgeft.engine.stack import weight_of
+
+        return weight_of(layer.base).addmm_(layer.up.detach(), layer.down, alpha=layer.scale)
+
+
+TINYTL = TinyTL()
