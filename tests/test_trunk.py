@@ -31,7 +31,7 @@ from edgeft.host.locks import LockFile
 from edgeft.pipeline import prepare as preparing
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
-from edgeft.train import trunk
+from edgeft.train import codecs, trunk
 from tests.conftest import Edgeft
 from tests.support.rows import small_rows
 
@@ -262,23 +262,23 @@ def test_int8_keeps_small_channels_beside_huge_ones() -> None:
     sizes[[3, 40]] = 2000.0
     states = torch.from_numpy((random.standard_normal((50, 64)) * sizes).astype(np.float32))
     states[0] *= 200  # one token far larger than all others
-    codec = trunk.Int8(64)
+    codec = codecs.Int8(64)
     back = codec.decode(codec.encode(states))
     small = sizes == 1.0
     error = (back - states)[:, small].norm(dim=1) / states[:, small].norm(dim=1)
     assert error.max() < 0.02
     assert ((back - states).norm(dim=1) / states.norm(dim=1)).max() < 0.04
-    again = trunk.Int8(64)
+    again = codecs.Int8(64)
     again.read_tail(codec.tail())
     assert torch.equal(again.decode(codec.encode(states)), back)
     with pytest.raises(ModelError, match="32 channels"):
-        trunk.Int8(40)
+        codecs.Int8(40)
 
 
 def test_fp16_refuses_what_it_cannot_hold() -> None:
     for bad in (1e5, float("nan")):
         with pytest.raises(ModelError, match="too large for the fp16"):
-            trunk.Half(2).encode(torch.tensor([[1.0, bad]]))
+            codecs.Half(2).encode(torch.tensor([[1.0, bad]]))
 
 
 def test_a_full_disk_is_said(tmp_path: Path, stack: Stack, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

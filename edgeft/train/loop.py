@@ -7,10 +7,9 @@ ends with the same bits as one that never stopped.
 from __future__ import annotations
 
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from edgeft.engine.batch import Batch, batch_of
 from edgeft.engine.limits import padded
 from edgeft.engine.stack import Stack
 from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
-from edgeft.host.system import peak_bytes, stop_signals
+from edgeft.host.system import peak_bytes
 from edgeft.methods.layer import checkpoint_tensors
 from edgeft.methods.rotation import Rotation
 from edgeft.methods.scheme import Scheme
@@ -48,37 +47,10 @@ from edgeft.train import checkpoint, trunk
 from edgeft.train.governor import Governor
 from edgeft.train.guard import Guard
 from edgeft.train.remaining import Remaining
+from edgeft.train.stopping import stop_requests
 from edgeft.train.watch import Watch, is_refusal
 
-SAME_S = 0.5  # requests to stop within this time are one
 CHOOSING_ROWS = 8  # whose gradients decide which channels are trained
-
-
-@contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask; the loop answers at the next safe place. A second Ctrl-C is not held back.
-
-    One that comes along with another signal is no second one: this process and its parent were both told.
-    """
-    asked: list[float] = []  # when
-    before: dict[int, Any] = {}
-
-    def note(number: int, frame: Any) -> None:
-        now = time.monotonic()
-        if asked and number == signal.SIGINT and now - asked[0] > SAME_S:
-            raise KeyboardInterrupt
-        asked.append(now)
-
-    try:
-        for number in stop_signals():
-            before[number] = signal.signal(number, note)
-    except ValueError:  # not the main thread: the caller stops us in its own way
-        pass
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
 
 
 @dataclass
@@ -129,6 +101,11 @@ class Trainer:
         self.save_s = 0.0  # of the last one
         self.saved: int | None = None  # the step that this process saved last
         self.guard = Guard()
+        self.began = time.monotonic()
+        self.governor = Governor(run, progress)  # `fit` has one that hears requests to stop
+        self.trunk = trunk.Trunk(stack, scheme.cut, None)  # until `fit` has its cache
+        self._epoch = -1  # of `_order`
+        self._order: list[int] = []
         self.process = psutil.Process()
         longest = max(map(len, self.forest.paths))
         # not through self: a trainer that is no longer used must go, and its run's lock with it
@@ -159,7 +136,7 @@ class Trainer:
 
     def step_rows(self, step: int) -> list[int]:
         epoch, place = divmod(step, self.schedule.per_epoch)
-        if getattr(self, "_epoch", None) != epoch:
+        if self._epoch != epoch:
             grouped = self.recipe.train.order == "grouped"
             self._order = epoch_order(self.forest, self.rows, self.recipe.train.seed, epoch, grouped)
             self._epoch = epoch
@@ -249,59 +226,70 @@ class Trainer:
         return self.governor.pause_if_needed()
 
     def _fit(self, stopping: Callable[[], bool]) -> None:
-        schedule = self.schedule
-        validate_after = schedule.validate_after()
+        validate_after = self.schedule.validate_after()
         self.memory.pool.resize(padded(max(self.watch.tokens, max(map(len, self.forest.paths)))))
-        self.progress.stage("train", schedule.steps)
+        self.progress.stage("train", self.schedule.steps)
         self.progress.advance(self.step)
         if self.step == 0:
-            self._choose_channels()
-            begin = self.governor.worked_s()
-            of = f"{len(self.rows)} rows" + (", bf16" if self.stack.options.bf16 else "")
-            of += self.scheme.method.base_note
-            self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
-            seconds = round(self.governor.worked_s() - begin, 3)
-            self.run.log(ValidationEvent(0, self.base_loss, seconds))
-            self.progress.line(f"held-out loss before training: {self.base_loss:.4f}")
-            self.save()  # the weights that training begins with, to go back to
+            self._begin()
         saved_at = time.monotonic()
-        while self.step < schedule.steps:
-            begin = self.governor.worked_s()
-            lr = schedule.lr(self.step) * self.guard.rate
-            self.optimizer.set_rate(lr, schedule.bias_lr(self.step) * self.guard.rate)
-            self.rotation.advance(self.step, self.parameters, self.optimizer)
-            try:
-                passed = self.backward(self.step_rows(self.step), stopping)
-            except (DoesNotFitError, MemoryError, RuntimeError) as error:
-                self._no_memory(error)
+        while self.step < self.schedule.steps:
+            if not self._train_step(stopping):
                 continue
-            if passed is None:
-                self.optimizer.clear()
-                self.save()
-                raise self._stopped()
-            norm = self.optimizer.step()
-            self.step += 1
-            seconds = self.governor.worked_s() - begin
-            self.trained_s += seconds
-            if not self.guard.good(passed.loss, norm):
-                self._skipped(passed.loss, norm)
-                continue
-            rss = self.process.memory_info().rss
-            self.run.log(
-                StepEvent(
-                    self.step, passed.loss, lr, norm, passed.tokens, passed.flops, round(seconds, 4), rss,
-                    self.watch.planned_bytes, self._left(seconds),
-                )
-            )  # fmt: skip
-            note = f"loss {passed.loss:.3f} · {passed.tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"
-            self.progress.advance(1, note + self.governor.note)
             if self.step in validate_after:
                 self._validate()
-            if time.monotonic() - saved_at >= self._save_every() and self.step < schedule.steps:
+            if time.monotonic() - saved_at >= self._save_every() and self.step < self.schedule.steps:
                 self.save()
                 saved_at = time.monotonic()
         self.save()
         self.progress.end()
+        self._write_done()
+
+    def _begin(self) -> None:
+        """Chooses channels, takes the held-out loss before training, and saves the weights to go back to."""
+        self._choose_channels()
+        begin = self.governor.worked_s()
+        of = f"{len(self.rows)} rows" + (", bf16" if self.stack.options.bf16 else "")
+        of += self.scheme.method.base_note
+        self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
+        self.run.log(ValidationEvent(0, self.base_loss, round(self.governor.worked_s() - begin, 3)))
+        self.progress.line(f"held-out loss before training: {self.base_loss:.4f}")
+        self.save()
+
+    def _train_step(self, stopping: Callable[[], bool]) -> bool:
+        """One optimiser step; False: it was skipped, or is taken again in smaller passes."""
+        begin = self.governor.worked_s()
+        lr = self.schedule.lr(self.step) * self.guard.rate
+        self.optimizer.set_rate(lr, self.schedule.bias_lr(self.step) * self.guard.rate)
+        self.rotation.advance(self.step, self.parameters, self.optimizer)
+        try:
+            totals = self.backward(self.step_rows(self.step), stopping)
+        except (DoesNotFitError, MemoryError, RuntimeError) as error:
+            self._no_memory(error)
+            return False
+        if totals is None:
+            self.optimizer.clear()
+            self.save()
+            raise self._stopped()
+        norm = self.optimizer.step()
+        self.step += 1
+        seconds = self.governor.worked_s() - begin
+        self.trained_s += seconds
+        if not self.guard.good(totals.loss, norm):
+            self._skipped(totals.loss, norm)
+            return False
+        rss = self.process.memory_info().rss
+        self.run.log(
+            StepEvent(
+                self.step, totals.loss, lr, norm, totals.tokens, totals.flops, round(seconds, 4), rss,
+                self.watch.planned_bytes, self._left(seconds),
+            )
+        )  # fmt: skip
+        note = f"loss {totals.loss:.3f} · {totals.tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"
+        self.progress.advance(1, note + self.governor.note)
+        return True
+
+    def _write_done(self) -> None:
         if not self.best_step:
             raise EdgeftError(
                 "the held-out loss was never a finite number",

@@ -1,0 +1,100 @@
+"""One record says what runs: no stage changes the recipe, and runs of earlier versions still open."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from edgeft import config
+from edgeft.errors import DamagedError
+from edgeft.pipeline import export, stages
+from edgeft.report import write_report
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
+from edgeft.run.record import Allowance
+from edgeft.train import build, checkpoint
+from tests.support.runs import Lines, last_checkpoint, start
+
+EARLIER = Path(__file__).parent / "fixtures" / "earlier_run"  # a quickstart, without its weights
+MEMORY = Allowance("auto", 4 << 30)
+
+
+def make_earlier(run: Run) -> None:
+    """Rewrites a folder as the version before the record left it."""
+    record = run.recorded()
+    assert record is not None
+    engine = {"kernels": record.engine.kernels, "half": record.engine.half}
+    run.write_json(run.path / "engine.json", engine)
+    run.recipe_file.write_text(config.dump(config.build(config.Recipe, {}, base=record.asked)))
+    run.record.unlink()
+    if run._lock is not None:
+        run._lock.close()
+
+
+def test_no_stage_changes_the_recipe_or_the_record(three_blocks: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", three_blocks, "train.steps=2", "how.micro_batch_tokens=512")
+    asked, written = copy.deepcopy(run.recipe), run.recipe_file.read_bytes()
+    record = b""
+    for name in ("prepare", "train", "export", "eval"):
+        stages.do_stage(run, name, Progress(), MEMORY)
+        assert run.recipe == asked
+        assert run.recipe_file.read_bytes() == written
+        if name == "train":
+            record = run.record.read_bytes()
+    assert run.record.read_bytes() == record
+    resolved = Run.open(run.path).recorded()
+    assert resolved is not None
+    assert resolved.asked == asked
+    assert (resolved.device, resolved.budget_bytes) == ("auto", 4 << 30)
+    assert resolved.recipe.how.compile == "off"
+    assert resolved.engine.why == "how.compile: off"
+    assert "fits in" in resolved.execution_why
+    assert [event.stage for event in run.stages()] == ["prepare", "trunk", "train", "export", "eval"]
+
+
+def test_a_damaged_record_is_an_error(three_blocks: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", three_blocks)
+    for content in ("", "[]", "{}", '{"asked": {}, "recipe": {"hw": 1}}', '{"asked": {}, "recipe": {}, "engine": 3}'):
+        run.record.write_text(content)
+        with pytest.raises(DamagedError, match=r"resolved\.json is damaged"):
+            Run.open(run.path).recorded()
+
+
+def test_a_run_of_an_earlier_version_says_what_ran(tmp_path: Path) -> None:
+    folder = tmp_path / "earlier"
+    shutil.copytree(EARLIER, folder)
+    run = Run.open(folder)
+    record = run.recorded()
+    assert record is not None
+    assert (record.engine.kernels, record.engine.half) == (True, True)
+    assert record.recipe.how.optimizer_state == "bf16"  # as the search and the plan chose; recipe.yaml says fp32
+    assert (record.recipe.how.compile, record.recipe.how.products) == ("on", "bf16")
+    assert len(record.recipe.update.parts) > 10
+    assert record.search["trained_parameters"] == 46152768
+    assert not run.needs_search
+    assert run.peaks()["search"] == json.loads((EARLIER / "peaks.json").read_text())["search"]
+    assert "SmolLM2" in write_report(run).read_text()
+
+
+def test_a_run_of_an_earlier_version_is_exported_and_resumed(three_blocks: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", three_blocks, "train.steps=4", "train.validations=1")
+    stages.train(run, Progress())
+    weights = last_checkpoint(run)
+    make_earlier(run)
+    earlier = Run.open(run.path)
+    assert earlier.effective.how.products == "fp32"
+    build.trained_stack(earlier)
+    made = export.export(earlier, "gguf", "auto", earlier.model, Progress())
+    assert made["check"]["top1"] > 90
+    run.done.unlink()
+    checkpoint.all_of(run.checkpoints)[-1].unlink()
+    said = Lines()
+    again = Run.start(run.path, earlier.recipe, True)
+    stages.train(again, said)
+    assert any("going on after step 3" in line for line in said.lines)
+    assert all(value.equal(weights[name]) for name, value in last_checkpoint(run).items())
+    assert again.record.is_file()
