@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from edgeft import __version__, config
 from edgeft.config import Options
 from edgeft.errors import ConfigError
 from edgeft.formats.source import model_source
 from edgeft.host import cache, offline
-from edgeft.host.profile import load_device
+from edgeft.host.device import load_device
 from edgeft.pipeline import finetune as pipeline
 from edgeft.run import folder as run_folder
 from edgeft.run.folder import Run
 from edgeft.run.record import Allowance
 from edgeft.ui import listing
-from edgeft.ui.console import err, one_line, out, print_json, print_line
-from edgeft.ui.errors import exit_on_error
-from edgeft.ui.scores import print_scores, print_tasks
+from edgeft.ui.console import err, exit_on_error, one_line, out, print_json, print_line, show
+from edgeft.ui.results import print_scores, print_search, print_tasks
 from edgeft.ui.screen import Screen
 
 # Waiting compute threads spin for a moment only, then sleep. On a machine that does anything else, threads that spin
@@ -45,46 +45,36 @@ app = typer.Typer(
     help="Fine-tunes LLaMA-class language models on the machine they will run on.",
 )
 
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="GGUF file, Hugging Face folder or hub id.")]
-DataOption = Annotated[str | None, typer.Option("--data", "-d", help="File, folder or hub id with rows.")]
+ModelOption = Annotated[str | None, Option("--model", "-m", help="GGUF file, Hugging Face folder or hub id.")]
+DataOption = Annotated[str | None, Option("--data", "-d", help="File, folder or hub id with rows.")]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="One knob: `--set train.lr=2e-4`. Repeatable; `edgeft knobs` lists them."),
+    list[str] | None, Option("--set", help="One knob: `--set train.lr=2e-4`. Repeatable; `edgeft knobs` lists them.")
 ]
-RecipeOption = Annotated[
-    str | None, typer.Option("--recipe", "-r", help="Shipped recipe or YAML file. [default: sparse-bp]")
-]
-DeviceOption = Annotated[str | None, typer.Option(help="Device profile or YAML file. [default: auto, this machine]")]
+RecipeOption = Annotated[str | None, Option("--recipe", "-r", help="Shipped recipe or YAML file. [default: sparse-bp]")]
+DeviceOption = Annotated[str | None, Option(help="Device profile or YAML file. [default: auto, this machine]")]
 MemoryOption = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory that a run may use: 1500MiB. [default: the device's budget]")
+    str | None, Option(metavar="SIZE", help="Memory that a run may use: 1500MiB. [default: the device's budget]")
 ]
-FitOption = Annotated[bool, typer.Option("--fit", help="Train fewer channels, tensors or blocks if needed to fit.")]
-OfflineOption = Annotated[
-    bool, typer.Option("--offline", help="Open no socket. Always so when model and data are local files.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, nothing else.")]
+FitOption = Annotated[bool, Option("--fit", help="Train fewer channels, tensors or blocks if needed to fit.")]
+OfflineOption = Annotated[bool, Option("--offline", help="Open no socket. Always so when model and data are local.")]
+JsonOption = Annotated[bool, Option("--json", help="Print one JSON object on stdout, nothing else.")]
 ScheduleOption = Annotated[
-    str | None, typer.Option(metavar="TIMES", help="Work only at these times of day, pause otherwise: 22:00-07:00.")
+    str | None, Option(metavar="TIMES", help="Work only at these times of day, pause otherwise: 22:00-07:00.")
 ]
 ForgetOption = Annotated[
-    bool, typer.Option("--no-keep-data", help="Delete tokens and trunk cache at the end: `how.keep_data=false`.")
+    bool, Option("--no-keep-data", help="Delete tokens and trunk cache at the end: `how.keep_data=false`.")
 ]
-EnforceOption = Annotated[
-    bool, typer.Option("--enforce", help="Enforce the memory limit by a control group, or by ulimit.")
-]
+EnforceOption = Annotated[bool, Option("--enforce", help="Enforce the memory limit by a control group, or by ulimit.")]
 TimeOption = Annotated[
-    str | None,
-    typer.Option(metavar="TIME", help="Training time: 30min. [default: as long as the recipe's own scheme takes]"),
+    str | None, Option(metavar="TIME", help="Training time: 30min. [default: as long as the recipe's own scheme takes]")
 ]
 MeasureOption = Annotated[
-    str | None,
-    typer.Option(metavar="TIME", help="Time for trials of single tensors. [default: a tenth of --time, or 3min]"),
+    str | None, Option(metavar="TIME", help="Time for trials of single tensors. [default: a tenth of --time, or 3min]")
 ]
 SuiteOption = Annotated[
-    str | None,
-    typer.Option("--suite", "-s", help="qa, choice, classify, perplexity, keep, demo or a YAML file. [default: qa]"),
+    str | None, Option("--suite", "-s", help="qa, choice, classify, perplexity, keep, demo or YAML file. [default: qa]")
 ]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
+RunArgument = Annotated[Path, Argument(metavar="RUN", help="Run folder.")]
 
 
 def command(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -100,7 +90,7 @@ def command(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]
 
 
 @app.callback(invoke_without_command=True)
-def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def main(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
     if version:
         out.print(f"edgeft {__version__}")
         raise typer.Exit
@@ -116,24 +106,17 @@ def _resolve(
     return recipe, profile
 
 
-def _budget(memory: str | None, profile: config.Device) -> int:
-    return config.parse_size(memory) if memory else profile.budget_bytes
-
-
-# ---------------------------------------------------------------- finetune, plan, search
-
-
 @command()
 def finetune(
     recipe: RecipeOption = None,
     device: DeviceOption = None,
     model: ModelOption = None,
     data: DataOption = None,
-    out_folder: Annotated[Path, typer.Option("--out", "-o", help="Run folder. [default: runs/<recipe>]")] = Path(""),
+    out_folder: Annotated[Path, Option("--out", "-o", help="Run folder. [default: runs/<recipe>]")] = Path(""),
     sets: SetOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    until: Annotated[str, typer.Option(help="Last stage: prepare, train, export or eval.")] = "eval",
-    threads: Annotated[int | None, typer.Option(help="Compute threads. [default: the device's]")] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue the run in --out.")] = False,
+    until: Annotated[str, Option(help="Last stage: prepare, train, export or eval.")] = "eval",
+    threads: Annotated[int | None, Option(help="Compute threads. [default: the device's]")] = None,
     schedule: ScheduleOption = None,
     no_keep_data: ForgetOption = False,
     memory: MemoryOption = None,
@@ -151,7 +134,7 @@ def finetune(
     file = folder / "recipe.yaml"
     earlier = config.load_recipe(str(file)) if resume and file.is_file() else None
     chosen, profile = _resolve(Options(recipe, device, model, data, tuple(sets)), no_network, earlier)
-    budget = _budget(memory, profile)
+    budget = config.parse_size(memory) if memory else profile.budget_bytes
     run = Run.start(folder, chosen, resume)
     name = Path(model_source(chosen.model.path)).name
     Screen(err if as_json else out).line(f"run {folder} · recipe {chosen.name} · model {name}")
@@ -179,15 +162,12 @@ def show_plan(
     as_json: JsonOption = False,
 ) -> None:
     """What a run would need: memory by stage and term, time, disk; and how it would fit. Nothing is computed."""
-    from edgeft.pipeline.planning import plan_of
+    from edgeft.pipeline.prepare import plan_of
     from edgeft.ui.plan import print_plan
 
     chosen, profile = _resolve(Options(recipe, device, model, data, tuple(sets or ())), no_network)
-    plan = plan_of(chosen, profile, _budget(memory, profile), fit)
-    if as_json:
-        print_json(plan)
-    else:
-        print_plan(out, plan)
+    budget = config.parse_size(memory) if memory else profile.budget_bytes
+    show(plan_of(chosen, profile, budget, fit), as_json, print_plan)
 
 
 @command("search")
@@ -196,23 +176,22 @@ def search_scheme(
     device: DeviceOption = None,
     model: ModelOption = None,
     data: DataOption = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The recipe to write.")] = Path("my-recipe.yaml"),
+    output: Annotated[Path, Option("--output", "-o", help="The recipe to write.")] = Path("my-recipe.yaml"),
     memory: MemoryOption = None,
     time: TimeOption = None,
     measure: MeasureOption = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the sample and evolution. [default: 0]")] = None,
+    seed: Annotated[int | None, Option(min=0, help="Of the sample and evolution. [default: 0]")] = None,
     sets: SetOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the search of --output.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Ignore cached contributions and recompute them.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue the search of --output.")] = False,
+    again: Annotated[bool, Option("--again", help="Ignore cached contributions and recompute them.")] = False,
     no_network: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find what to update: which blocks, tensors and channels bring the most on these rows, within memory and time."""
-    from edgeft.pipeline.search import SearchRequest, search
-    from edgeft.search.budget import Budget
-    from edgeft.search.files import Files
+    from edgeft.pipeline.prepare import search
+    from edgeft.search.files import Budget, Files
     from edgeft.search.files import command as finetune_command
-    from edgeft.ui.search import print_search
+    from edgeft.search.problem import SearchRequest
 
     files = Files(output)
     before = files.start(resume)
@@ -231,22 +210,16 @@ def search_scheme(
     print_line(f"wrote {files.recipe} and {files.picture}\ntrain with it:  {finetune_command(chosen, files.recipe)}")
 
 
-# ---------------------------------------------------------------- eval, report
-
-
 @command("eval")
 def evaluate(
-    target: Annotated[str, typer.Argument(help="Run folder, GGUF file or Hugging Face folder.")],
+    target: Annotated[str, Argument(help="Run folder, GGUF file or Hugging Face folder.")],
     suite: SuiteOption = None,
     data: DataOption = None,
-    base: Annotated[
-        str | None, typer.Option(help="Model to compare with. [default: the model it was tuned from]")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Score at most this many rows.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Ignore stored results and recompute them.")] = False,
+    base: Annotated[str | None, Option(help="Model to compare with. [default: the model it was tuned from]")] = None,
+    limit: Annotated[int | None, Option(min=1, help="Score at most this many rows.")] = None,
+    again: Annotated[bool, Option("--again", help="Ignore stored results and recompute them.")] = False,
     lm_eval: Annotated[
-        list[str] | None,
-        typer.Option("--lm-eval", help="A task of lm-evaluation-harness, or its YAML file. Repeatable."),
+        list[str] | None, Option("--lm-eval", help="A task of lm-evaluation-harness, or its YAML file. Repeatable.")
     ] = None,
     no_network: OfflineOption = False,
     as_json: JsonOption = False,
@@ -259,29 +232,25 @@ def evaluate(
     if lm_eval and (suite or data):
         raise ConfigError("`--lm-eval` brings its own questions", "leave out --suite and --data")
     with Screen(err if as_json else out) as screen:
-        result = (
-            compare.evaluate_harness(target, lm_eval, base, limit, screen)
-            if lm_eval
-            else compare.evaluate(compare.Evaluation(target, data, base, limit, suite, again), screen)
-        )
-    if as_json:
-        print_json(result)
-    else:
-        (print_tasks if lm_eval else print_scores)(out, result)
+        if lm_eval:
+            result = compare.evaluate_harness(target, lm_eval, base, limit, screen)
+        else:
+            result = compare.evaluate(compare.Evaluation(target, data, base, limit, suite, again), screen)
+    show(result, as_json, print_tasks if lm_eval else print_scores)
 
 
 @command()
 def report(
     target: RunArgument,
     compare: Annotated[
-        list[Path] | None, typer.Option("--compare", metavar="RUN2", help="Another run beside it. Repeatable.")
+        list[Path] | None, Option("--compare", metavar="RUN2", help="Another run beside it. Repeatable.")
     ] = None,
-    card: Annotated[bool, typer.Option("--md", help="A short model card in Markdown instead.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File. [default: report.html in RUN]")] = None,
+    card: Annotated[bool, Option("--md", help="A short model card in Markdown instead.")] = False,
+    output: Annotated[Path | None, Option("--output", "-o", help="File. [default: report.html in RUN]")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """One self-contained HTML file: how the run went, and its results."""
-    from edgeft.report import write_card, write_report
+    from edgeft.report.render import write_card, write_report
 
     run = Run.open(target)
     others = [Run.open(path) for path in compare or []]
@@ -292,28 +261,25 @@ def report(
         print_line(f"wrote {file}")
 
 
-# ---------------------------------------------------------------- export, chat
-
-
 @command()
 def export(
     target: RunArgument,
-    format: Annotated[str, typer.Option(help="gguf, hf or peft.")] = "gguf",
+    format: Annotated[str, Option(help="gguf, hf or peft.")] = "gguf",
     type: Annotated[
-        str | None, typer.Option(help="Type of updated tensors: auto, keep, f16, q8_0, q4_0 … [default: the recipe's]")
+        str | None, Option(help="Type of updated tensors: auto, keep, f16, q8_0, q4_0 … [default: the recipe's]")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File, or folder for hf and peft.")] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="File, or folder for hf and peft.")] = None,
     no_network: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the tuned model as one GGUF file (with an Ollama Modelfile), a Hugging Face folder or a PEFT adapter."""
-    from edgeft.pipeline import export
+    from edgeft.pipeline import stages
 
     run = Run.open(target)
     offline.disable_network_if(no_network, model_source(run.recipe.model.path))
     place = output or run.path / ("model.gguf" if format == "gguf" else format)
     with Screen(err if as_json else out) as screen:
-        result = export.export(run, format, type or run.recipe.export.type, place, screen)
+        result = stages.export(run, format, type or run.recipe.export.type, place, screen)
     if as_json:
         print_json(result)
     elif format != "gguf":
@@ -322,11 +288,11 @@ def export(
 
 @command()
 def chat(
-    target: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Run folder or GGUF file.")],
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Ask one question and exit.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy: always the most likely token.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    target: Annotated[Path, Argument(metavar="RUN|FILE", help="Run folder or GGUF file.")],
+    prompt: Annotated[str | None, Option("--prompt", "-p", help="Ask one question and exit.")] = None,
+    system: Annotated[str | None, Option(help="System message.")] = None,
+    temperature: Annotated[float, Option(min=0.0, help="0 = greedy: always the most likely token.")] = 0.0,
+    max_tokens: Annotated[int, Option(min=1, help="Longest answer.")] = 256,
 ) -> None:
     """Talk to the tuned model in the terminal, through llama.cpp."""
     from edgeft.evaluate import chat
@@ -358,12 +324,9 @@ def _answer(talk: Any, question: str) -> None:
         err.print(f"[dim]{one_line(notice)}[/]")
 
 
-# ---------------------------------------------------------------- listings
-
-
 @command("data")
 def show_data(
-    file: Annotated[str, typer.Argument(help="File, folder or hub id with rows.")],
+    file: Annotated[str, Argument(help="File, folder or hub id with rows.")],
     model: ModelOption = None,
     sets: SetOption = None,
     no_network: OfflineOption = False,
@@ -373,36 +336,26 @@ def show_data(
     from edgeft.data.inspect import describe
     from edgeft.data.rows import load
     from edgeft.formats.tokenizer import open_tokenizer
-    from edgeft.ui.inspect import print_data
 
     chosen = dataclasses.replace(config.apply_sets(config.Recipe(), sets or ()).data, path=file)
     offline.disable_network_if(no_network, model_source(model), file, chosen.heldout)
-    summary = describe(load(chosen), open_tokenizer(model_source(model)), chosen)
-    if as_json:
-        print_json(summary)
-    else:
-        print_data(out, summary)
+    show(describe(load(chosen), open_tokenizer(model_source(model)), chosen), as_json, listing.print_data)
 
 
 @command()
 def doctor(
-    refresh: Annotated[bool, typer.Option(help="Measure again instead of using the cached rates.")] = False,
+    refresh: Annotated[bool, Option(help="Measure again instead of using the cached rates.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """This machine: memory, cores, speed, sensors, and the matching device profile."""
     from edgeft.host.doctor import examine
-    from edgeft.ui.inspect import print_doctor
 
-    machine = examine(refresh=refresh)
-    if as_json:
-        print_json(machine)
-    else:
-        print_doctor(out, machine)
+    show(examine(refresh=refresh), as_json, listing.print_doctor)
 
 
 @command("knobs")
 def show_knobs(
-    word: Annotated[str, typer.Argument(metavar="[WORD]", help="Only those with WORD in key or explanation.")] = "",
+    word: Annotated[str, Argument(metavar="[WORD]", help="Only those with WORD in key or explanation.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Every knob of recipes and device profiles: type, limits, default, explanation."""
@@ -427,12 +380,12 @@ def devices() -> None:
 
 @command("cache")
 def show_cache(
-    clear: Annotated[bool, typer.Option("--clear", help="Delete everything that is not in use.")] = False,
+    clear: Annotated[bool, Option("--clear", help="Delete everything that is not in use.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """What runs share: outputs of frozen blocks, so that a second run on the same rows starts at once."""
-    root = cache.trunks()
-    roots = [folder for folder in (root, cache.searches()) if folder] if clear else []
+    root = cache.folder("trunk")
+    roots = [folder for folder in (root, cache.folder("search")) if folder] if clear else []
     cleared = [cache.clear(folder) for folder in roots]
     freed, kept = (sum(counts) for counts in zip(*cleared, strict=True)) if roots else (0, 0)
     rows = cache.listing(root) if root else []
@@ -450,9 +403,9 @@ def show_cache(
 def runs(
     what: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FOLDER | rm RUN…]", help="Folder with runs [default: runs]; or runs to delete."),
+        Argument(metavar="[FOLDER | rm RUN…]", help="Folder with runs [default: runs]; or runs to delete."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Delete without asking.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """The runs in a folder, newest last, with their scores. `rm` deletes runs for good."""
@@ -465,10 +418,7 @@ def runs(
         raise ConfigError(f"`edgeft runs` takes one folder, not {len(what)}", "`edgeft runs rm RUN…` deletes runs")
     folder = Path(what[0]) if what else Path("runs")
     rows = [summary(run) for run in run_folder.runs(folder)]
-    if as_json:
-        print_json(rows)
-    else:
-        listing.print_runs(out, folder, rows)
+    show(rows, as_json, lambda console, rows: listing.print_runs(console, folder, rows))
 
 
 def _remove_runs(names: list[str], yes: bool, as_json: bool) -> None:

@@ -3,8 +3,6 @@
 A user's mistake is always an EdgeftError; anything else is a bug and keeps its traceback.
 """
 
-from __future__ import annotations
-
 
 class EdgeftError(Exception):
     """Message: what happened, with the value. Hint: what to do next."""
@@ -18,9 +16,7 @@ class EdgeftError(Exception):
 
 
 class ConfigError(EdgeftError):
-    """Unknown recipe, device, key, option or value."""
-
-    exit_code = 2
+    exit_code = 2  # unknown recipe, device, key, option or value
 
 
 class ConfigWarning(UserWarning):
@@ -28,27 +24,19 @@ class ConfigWarning(UserWarning):
 
 
 class DoesNotFitError(EdgeftError):
-    """The job needs more memory than its limit."""
-
-    exit_code = 3
+    exit_code = 3  # the job needs more memory than its limit
 
 
 class DataError(EdgeftError):
-    """The rows cannot be read or used."""
-
-    exit_code = 4
+    exit_code = 4  # the rows cannot be read or used
 
 
 class ModelError(EdgeftError):
-    """The model cannot be read, or its architecture is not supported."""
-
-    exit_code = 5
+    exit_code = 5  # the model cannot be read, or its architecture is not supported
 
 
 class RunError(EdgeftError):
-    """The run folder cannot be used: locked, made with another recipe, no space, no permission."""
-
-    exit_code = 6
+    exit_code = 6  # the run folder cannot be used: locked, made with another recipe, no space, no permission
 
 
 class DamagedError(RunError):
@@ -56,9 +44,7 @@ class DamagedError(RunError):
 
 
 class ExportError(EdgeftError):
-    """The tuned model could not be written, or failed its check in llama.cpp."""
-
-    exit_code = 7
+    exit_code = 7  # the tuned model could not be written, or failed its check in llama.cpp
 
 
 class KilledError(EdgeftError):
@@ -70,6 +56,4 @@ class KilledError(EdgeftError):
 
 
 class StoppedError(EdgeftError):
-    """Ctrl-C or SIGTERM, after a checkpoint was written."""
-
-    exit_code = 130
+    exit_code = 130  # Ctrl-C or SIGTERM, after a checkpoint was written

@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
-    from edgeft.report import write_report
+    from edgeft.report.render import write_report
     from edgeft.run.folder import Run
 
     args.out.mkdir(parents=True, exist_ok=True)

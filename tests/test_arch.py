@@ -12,7 +12,7 @@ import pytest
 from edgeft import arch
 from edgeft.arch.base import Linear, Norm, Scales
 from edgeft.config import TENSORS
-from edgeft.engine.load_gguf import load
+from edgeft.engine.load import load
 from edgeft.errors import ExportError, ModelError
 from edgeft.formats import ggml
 from edgeft.formats.gguf import FLOAT32, GGUF, STRING, UINT32, NewTensor, encode_record, write

@@ -121,7 +121,7 @@ def test_suites_and_leaks_on_a_run(finished: tuple[Path, dict[str, object]], edg
     assert result["eval"]["leaks"] == []  # type: ignore[index]
     train = Path(Run.open(folder).recipe.data.path or "") / "train.jsonl"
     leaking = edgeft("eval", folder / "model.gguf", "--data", train, "--limit", 3, "--json")
-    assert "3 of 3 held-out rows are in the training set" in leaking.stderr
+    assert "3 of 3 held-out rows are also in the training set" in leaking.stderr
     found = json.loads(leaking.stdout)
     assert [leak["kind"] for leak in found["leaks"]] == ["exact"] * 3
     keep = edgeft("eval", folder / "model.gguf", "--suite", "keep", "--limit", 2)

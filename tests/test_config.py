@@ -13,14 +13,31 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgeft import config
-from edgeft.config import Device, ExecutionConfig, Recipe, apply_sets, build, load_recipe
+from edgeft.config import (
+    DataConfig,
+    Device,
+    ExecutionConfig,
+    Recipe,
+    TrainConfig,
+    UpdateConfig,
+    apply_sets,
+    build,
+    load_recipe,
+)
+from edgeft.config.resolve import use_profile
 from edgeft.errors import ConfigError, ConfigWarning
-from edgeft.host.profile import load_device, resolve
+from edgeft.host.device import load_device
 from edgeft.run.folder import Run
 
 RECIPES = ["bias-norm", "cycle", "full", "lora", "qas-int8", "qlora", "sparse-bp", "sparse-rule", "tinytl"]
 DEVICES = ["jetson-orin-nano", "laptop-16gb", "laptop-8gb", "mac-m-series", "rpi4", "rpi5", "rpi5-16gb"]
 MACHINE = "ram_bytes: 1000\nbudget_bytes: 500\n"
+
+
+def resolve(recipe: str, device: str, sets: list[str]) -> tuple[Recipe, Device]:
+    """As the command line does: recipe file, then the device's `how` and `governor`, then `--set`."""
+    profile = load_device(device)
+    return config.apply_sets(use_profile(config.load_recipe(recipe), profile), sets), profile
 
 
 def refused(error: pytest.ExceptionInfo[ConfigError], *words: str) -> None:
@@ -251,28 +268,34 @@ def test_later_set_wins_and_nothing_else_changes() -> None:
     after = apply_sets(before, ["train.lr=1", "train={epochs: 7}", "train.lr=2"])
     assert (after.train.lr, after.train.epochs) == (2.0, 7.0)
     assert dataclasses.asdict(before) == kept  # the recipe given is left alone
-    after.train.lr, after.train.epochs = before.train.lr, before.train.epochs
-    assert after == before
+    again = dataclasses.replace(after.train, lr=before.train.lr, epochs=before.train.epochs)
+    assert dataclasses.replace(after, train=again) == before
 
 
 # ---------------------------------------------------------------- keys of earlier versions
 
 
-REMOVED = [("how.prune", False), ("how.supervised_only", False), ("update.qas", False)]
+REMOVED = [
+    ("how.prune", True, False),
+    ("how.supervised_only", True, False),
+    ("train.token_share", 1.0, 0.5),
+    ("update.qas", True, False),
+    ("update.rounding", "stochastic", "carry"),
+]
 
 
-@pytest.mark.parametrize(("key", "refused_value"), REMOVED)
-def test_removed_key_is_ignored_with_a_warning(tmp_path: Path, key: str, refused_value: bool) -> None:
+@pytest.mark.parametrize(("key", "kept"), [(key, kept) for key, kept, _ in REMOVED])
+def test_removed_key_is_ignored_with_a_warning(tmp_path: Path, key: str, kept: Any) -> None:
     section, name = key.split(".")
     path = tmp_path / "own.yaml"
-    path.write_text(f"{section}: {{{name}: {str(not refused_value).lower()}}}", encoding="utf-8")
+    path.write_text(yaml.dump({section: {name: kept}}), encoding="utf-8")
     with pytest.warns(ConfigWarning, match=f"`{key}` is ignored"):
         assert load_recipe(str(path)) == dataclasses.replace(Recipe(), name="own")
     with pytest.warns(ConfigWarning, match=f"`{key}` is ignored"):
-        assert apply_sets(Recipe(), [f"{key}={not refused_value}"]) == Recipe()
+        assert apply_sets(Recipe(), [f"{key}={kept}"]) == Recipe()
 
 
-@pytest.mark.parametrize(("key", "refused_value"), [*REMOVED, ("update.rounding", "none")])
+@pytest.mark.parametrize(("key", "refused_value"), [(key, refused) for key, _, refused in REMOVED])
 def test_removed_value_is_refused_but_an_old_run_still_opens(tmp_path: Path, key: str, refused_value: Any) -> None:
     section, name = key.split(".")
     (tmp_path / "recipe.yaml").write_text(yaml.dump({section: {name: refused_value}}), encoding="utf-8")
@@ -362,10 +385,9 @@ def test_dump_and_load(tmp_path: Path, name: str) -> None:
 @example(system="\x85", lr=5e-324, blocks="a\x85b\u2028\u2029")
 @example(system="\n a\r\n", lr=1e22, blocks="1:30")
 def test_dump_and_load_any_value(system: str | None, lr: float, blocks: object) -> None:
-    recipe = Recipe()
-    recipe.data.system, recipe.train.lr, recipe.update.blocks = system, lr, blocks
-    if system == "none":  # that is how people write "nothing"
-        recipe.data.system = None
+    system = None if system == "none" else system  # that is how people write "nothing"
+    data, train, update = DataConfig(system=system), TrainConfig(lr=lr), UpdateConfig(blocks=blocks)
+    recipe = Recipe(data=data, train=train, update=update)
     assert build(Recipe, yaml.safe_load(config.dump(recipe))) == recipe
 
 
@@ -380,3 +402,11 @@ def test_every_knob_is_explained_and_its_default_is_allowed() -> None:
             seen += 1
         assert build(cls, dataclasses.asdict(cls())) == cls()
     assert seen > 40
+
+
+def test_a_recipe_cannot_be_changed_in_place() -> None:
+    recipe = load_recipe("sparse-bp")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.train.lr = 1.0  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.train = TrainConfig()  # type: ignore[misc]

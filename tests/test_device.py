@@ -12,7 +12,7 @@ import pytest
 
 from edgeft.config import ExecutionConfig, build
 from edgeft.host import device, doctor, limit, sensors
-from edgeft.host.profile import load_device
+from edgeft.host.device import load_device
 from tests.support.machine import tree
 
 GIB = 2**30

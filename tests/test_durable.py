@@ -21,11 +21,10 @@ import torch
 
 from edgeft import arch, config, plan
 from edgeft.errors import DamagedError, EdgeftError, RunError
-from edgeft.host.disk import check
-from edgeft.host.files import sweep
+from edgeft.host.files import check_space, sweep
 from edgeft.methods import scheme as schemes
-from edgeft.pipeline import export, resolve, stages
-from edgeft.plan import disk, memory
+from edgeft.pipeline import resolve, stages
+from edgeft.plan import fit, memory
 from edgeft.run.events import ResumeEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
@@ -376,18 +375,18 @@ def test_what_a_run_will_write(three_blocks: Path, tmp_path: Path) -> None:
     source = str(run.recipe.model.path)
     shape = plan.shape_of(source, "auto")
     scheme = schemes.make(run.recipe.update, shape.depth, arch.get("llama"))
-    foreseen = {what: size for _, what, size in disk.needs(run, shape, scheme)}
+    foreseen = {what: size for _, what, size in fit.disk_needs(run, shape, scheme)}
     said = Lines()
     stages.train(run, said)
-    assert "checkpoints" not in {what for _, what, _ in disk.needs(run, shape, scheme)}  # it is done
+    assert "checkpoints" not in {what for _, what, _ in fit.disk_needs(run, shape, scheme)}  # it is done
     written = sum(path.stat().st_size for path in run.checkpoints.iterdir())
     assert foreseen["checkpoints"] == pytest.approx(written * 4 / 3, rel=0.01)
     assert foreseen["best weights"] == pytest.approx(2 * run.best.stat().st_size, rel=0.02)
-    made = export.export(run, "gguf", "auto", run.model, said)
+    made = stages.export(run, "gguf", "auto", run.model, said)
     assert foreseen["exported model"] == pytest.approx(made["bytes"], rel=0.001)
     with pytest.raises(RunError, match=r"will write 9313225.75 GiB below .* \(checkpoints 9313225.75 GiB\)"):
-        check([(tmp_path, "checkpoints", 10**16), (tmp_path / "not" / "there", "trunk cache", 0)])
-    check([(tmp_path, "checkpoints", 1)])
+        check_space([(tmp_path, "checkpoints", 10**16), (tmp_path / "not" / "there", "trunk cache", 0)])
+    check_space([(tmp_path, "checkpoints", 1)])
 
 
 # ---------------------------------------------------------------- all of it, for real

@@ -15,9 +15,9 @@ from edgeft.config import DataConfig, EvalConfig
 from edgeft.data.rows import Row, load
 from edgeft.data.tokens import Encoded, encode_rows, prompt_ids
 from edgeft.errors import ConfigError, DataError, ModelError
-from edgeft.evaluate import batch_scorer, fast_types, leak, llamacpp, metrics
+from edgeft.evaluate import batch_scorer, leak, llamacpp, metrics
 from edgeft.evaluate.llamacpp import LlamaFile, Sampling
-from edgeft.evaluate.paired import bootstrap
+from edgeft.evaluate.metrics import bootstrap
 from edgeft.evaluate.request import Request, Response, RowProgress, Scorer
 from edgeft.evaluate.score import (
     METRICS,
@@ -58,9 +58,9 @@ def exact() -> Iterator[LlamaFile]:
     assert MODEL
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:  # the copy is made on entering
-            patch.setattr(fast_types, "WIDE", ggml.F32)
-            patch.setattr(fast_types, "SLOW", ("q4_1", "q8_0"))
-            place = stack.enter_context(fast_types.with_fast_types(MODEL, 5000))
+            patch.setattr(llamacpp, "WIDE", ggml.F32)
+            patch.setattr(llamacpp, "SLOW", ("q4_1", "q8_0"))
+            place = stack.enter_context(llamacpp.with_fast_types(MODEL, 5000))
         assert {info.type for info in GGUF.open(place).tensors.values()} == {ggml.F32}
         yield stack.enter_context(LlamaFile(place, threads=1))
 
@@ -128,8 +128,7 @@ def test_tokens_are_the_tokenizers(file: LlamaFile, tokenizer: GgufTokenizer) ->
     text = "<|im_start|>user\nÄpfel kosten 3 €, oder? 🍎<|im_end|>\n"
     ids = file.tokenize(text)
     assert ids == tokenizer.encode(text)
-    assert file.detokenize(ids, special=True) == text
-    assert file.detokenize(ids) == "user\nÄpfel kosten 3 €, oder? 🍎\n"
+    assert tokenizer.decode(ids) == "user\nÄpfel kosten 3 €, oder? 🍎\n"
     assert len(file.tokenize(text, special=False)) > len(ids)
     assert file.ends_generation(file.tokenize("<|im_end|>")[0])
     assert not file.ends_generation(ids[1])
@@ -144,7 +143,9 @@ def test_target_logits_do_not_depend_on_chunks(file: LlamaFile, monkeypatch: pyt
     assert whole.shape == (4, file.vocab_size)
     assert whole.dtype == np.float32
     assert (whole[1] == whole[2]).all()
-    assert file.detokenize([int(whole[1].argmax())]).strip() == "Paris"  # after "The capital of France is"
+    assert (
+        GgufTokenizer(file.path).decode([int(whole[1].argmax())]).strip() == "Paris"
+    )  # after "The capital of France is"
     monkeypatch.setattr(llamacpp, "CHUNK", 7)
     with LlamaFile(file.path, threads=1, parallel=1) as fresh:
         assert np.abs(fresh.target_logits(ids, positions) - whole).max() < 1e-3
@@ -161,7 +162,9 @@ def test_loss_with_shared_prefixes_is_that_of_each_row(exact: LlamaFile, rows: l
     everything = np.arange(len(text)) > 0  # trained from the second token on: no prefix can be skipped
     mixed = [*rows, Encoded(text, everything, Row([], [], text="…")), Encoded(text, everything, Row([], [], text="…"))]
     seen: list[int] = []
-    total, targets = exact.loss(mixed, progress=lambda done, _: seen.append(done))
+    requests = [Request(row.ids.tolist(), (1 + np.flatnonzero(row.trained[1:])).tolist()) for row in mixed]
+    total = sum(one.prompt_nll for one in exact.respond(requests, 0, lambda done, _: seen.append(done)))
+    targets = sum(len(request.targets) for request in requests)
     assert targets == sum(int(row.trained.sum()) for row in mixed)
     assert seen == sorted(set(seen))
     assert seen[-1] == len(mixed)
@@ -182,13 +185,21 @@ def forget(file: LlamaFile) -> None:
     file.clear()
 
 
+def generate(
+    file: LlamaFile, prompts: list[list[int]], max_new: int, progress: RowProgress | None = None
+) -> list[list[int]]:
+    """Greedy answers, in the order of the prompts."""
+    requests = [Request(prompt, generate=True) for prompt in prompts]
+    return [one.output for one in file.respond(requests, max_new, progress)]
+
+
 def one_by_one(path: Path, prompts: list[list[int]], max_new: int) -> list[list[int]]:
     """Each row alone in an empty cache."""
     outputs = []
     with LlamaFile(path, threads=1, parallel=1) as file:
         for prompt in prompts:
             forget(file)
-            outputs += file.generate([prompt], max_new)
+            outputs += generate(file, [prompt], max_new)
     return outputs
 
 
@@ -199,14 +210,14 @@ def test_greedy_is_the_likeliest_token_each_time(file: LlamaFile) -> None:
     for _ in range(5):  # the plainest loop: the whole row anew for each token
         forget(file)
         row.append(int(file.target_logits(row, [len(row) - 1]).argmax()))
-    assert file.generate([prompt], 5) == [row[len(prompt) :]]
+    assert generate(file, [prompt], 5) == [row[len(prompt) :]]
 
 
 @needs_model
 @pytest.mark.slow
 def test_parallel_answers_are_those_of_one_row_at_a_time(exact: LlamaFile, rows: list[Encoded]) -> None:
     prompts = [prompt_ids(row).tolist() for row in rows]
-    assert exact.generate(prompts, 8) == one_by_one(exact.path, prompts, 8)
+    assert generate(exact, prompts, 8) == one_by_one(exact.path, prompts, 8)
 
 
 @needs_model
@@ -214,7 +225,7 @@ def test_parallel_answers_without_a_shared_prefix(exact: LlamaFile) -> None:
     texts = ["Once upon a time", "2 + 2 =", "Roses are red, violets are", "Water", "<|im_start|>user\nHi", "The sun"]
     prompts = [exact.tokenize(text) for text in texts * 2]
     with LlamaFile(exact.path, threads=1, parallel=3) as three:  # more rows than places, each of them twice
-        found = three.generate(prompts, 6)
+        found = generate(three, prompts, 6)
     assert found[:6] == found[6:] == one_by_one(exact.path, prompts[:6], 6)
 
 
@@ -222,23 +233,25 @@ def test_parallel_answers_without_a_shared_prefix(exact: LlamaFile) -> None:
 def test_generation_ends_where_the_model_or_the_limit_says(file: LlamaFile) -> None:
     prompt = file.tokenize("<|im_start|>user\nSay only: yes<|im_end|>\n<|im_start|>assistant\n")
     seen: list[tuple[int, int]] = []
-    long, short = file.generate([prompt], 40)[0], file.generate([prompt, prompt], 2, lambda *n: seen.append(n))
+    long, short = generate(file, [prompt], 40)[0], generate(file, [prompt, prompt], 2, lambda *n: seen.append(n))
     assert len(long) < 40
     assert not any(file.ends_generation(token) for token in long)
     assert short == [long[:2], long[:2]]
     assert seen[-1] == (2, 2)
-    assert file.generate([prompt], 0) == [[]]
-    assert file.generate([], 5) == []
+    assert generate(file, [prompt], 0) == [[]]
+    assert generate(file, [], 5) == []
     with LlamaFile(file.path, n_ctx=len(prompt) + 1, threads=1) as tight:
-        assert tight.generate([prompt], 40) == [long[:2]]  # the last token needs no cell
+        assert generate(tight, [prompt], 40) == [long[:2]]  # the last token needs no cell
         with pytest.raises(ModelError, match="does not fit"):
-            tight.generate([prompt + prompt], 5)
+            generate(tight, [prompt + prompt], 5)
 
 
 @needs_model
 def test_stream_is_generate_in_pieces(file: LlamaFile) -> None:
     prompt = file.tokenize("<|im_start|>user\nName three fruits.<|im_end|>\n<|im_start|>assistant\n")
-    assert "".join(file.stream(prompt, Sampling(12))) == file.detokenize(file.generate([prompt], 12)[0])
+    assert "".join(file.stream(prompt, Sampling(12))) == GgufTokenizer(file.path).decode(
+        generate(file, [prompt], 12)[0]
+    )
     warm = ["".join(file.stream(prompt, Sampling(8, 1.5, 1.0, seed))) for seed in (1, 1, 2, 3)]
     assert warm[0] == warm[1]
     assert len(set(warm)) > 1
@@ -267,7 +280,7 @@ def test_a_copy_in_float16_says_what_the_file_says(
     requests = [
         Request((p := prompt_ids(row).tolist()), [], [row.ids[len(p) :].tolist()], generate=True) for row in rows
     ]
-    with fast_types.with_fast_types(file.path, 5000) as place:
+    with llamacpp.with_fast_types(file.path, 5000) as place:
         assert place != file.path
         types = Counter(ggml.type_name(info.type) for info in GGUF.open(place).tensors.values())
         assert types == {"f16": 210, "f32": 61, "q8_0": 1}
@@ -279,10 +292,10 @@ def test_a_copy_in_float16_says_what_the_file_says(
     losses = [sum(said.option_nll[0] for said in both) / tokens for both in (wanted, found)]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     assert sum(a.output[:1] == b.output[:1] for a, b in zip(wanted, found, strict=True)) >= len(requests) - 2
-    with fast_types.with_fast_types(file.path, 10) as place:  # too few tokens
+    with llamacpp.with_fast_types(file.path, 10) as place:  # too few tokens
         assert place == file.path
-    monkeypatch.setattr(fast_types, "MEMORY_SHARE", 0.001)  # too little memory
-    with fast_types.with_fast_types(file.path, 5000) as place:
+    monkeypatch.setattr(llamacpp, "MEMORY_SHARE", 0.001)  # too little memory
+    with llamacpp.with_fast_types(file.path, 5000) as place:
         assert place == file.path
 
 
@@ -350,7 +363,7 @@ def test_score_counts_rows_and_answers(rows: list[Encoded], tokenizer: GgufToken
     found = score_rows(Parrot(asked, 3), tokenizer, [*asked, text])
     assert found.loss == 1.5
     assert found.perplexity == pytest.approx(np.exp(1.5))
-    assert found.rows == len(asked) + 1
+    assert len(found.records) == len(asked) + 1
     assert sum(record.tokens for record in found.records) == sum(int(row.trained.sum()) for row in [*asked, text])
     assert found.exact_match == found.f1 == found.contains == pytest.approx(100 * 3 / len(asked))
     assert found.accuracy is None
@@ -377,7 +390,7 @@ def test_one_pass_gives_what_single_ones_give(file: LlamaFile) -> None:
     options = [file.tokenize(text, add_bos=False) for text in (" Paris, a", " Paris. It", " Rome", " a city")]
     requests = [
         Request(france, [2, 4], options, generate=True),
-        Request(italy, [], [file.generate([italy], 6)[0]], generate=True),  # the option is what greedy decoding gives
+        Request(italy, [], [generate(file, [italy], 6)[0]], generate=True),  # the option is what greedy decoding gives
         Request(france, [], options[2:]),
     ]
     said = file.respond(requests, 8)
@@ -391,7 +404,7 @@ def test_one_pass_gives_what_single_ones_give(file: LlamaFile) -> None:
             assert nll == pytest.approx(-sum(logs[i][token] for i, token in enumerate(option)), abs=1e-2)
             assert greedy == all(int(logs[i].argmax()) == token for i, token in enumerate(option))
         forget(file)
-        assert one.output == (file.generate([row], 8)[0] if request.generate else [])
+        assert one.output == (generate(file, [row], 8)[0] if request.generate else [])
     assert said[1].option_greedy == [True]
     assert said[0].option_nll[2:] == pytest.approx(said[2].option_nll, abs=1e-2)
 
@@ -441,23 +454,23 @@ def test_rows_that_leave_the_held_prefix_at_different_places(exact: LlamaFile) -
     alone = []
     for prompt in prompts:
         forget(exact)
-        alone += exact.generate([prompt], 4)
+        alone += generate(exact, [prompt], 4)
     with LlamaFile(exact.path, threads=1, parallel=2) as narrow:
-        assert narrow.generate(prompts, 4) == alone
+        assert generate(narrow, prompts, 4) == alone
 
 
 @needs_model
 def test_a_batch_that_is_stopped_leaves_an_empty_cache(file: LlamaFile) -> None:
     prompts = [file.tokenize(text) for text in ("Once upon a time", "2 + 2 =", "Roses are red, violets are")]
-    wanted = file.generate(prompts, 4)
+    wanted = generate(file, prompts, 4)
 
     def stop(done: int, rows: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        file.generate(prompts, 4, stop)
+        generate(file, prompts, 4, stop)
     assert file.used == 0
-    assert file.generate(prompts, 4) == wanted
+    assert generate(file, prompts, 4) == wanted
 
 
 def log_softmax(file: LlamaFile, ids: list[int], at: Sequence[int]) -> np.ndarray:
@@ -469,7 +482,7 @@ def log_softmax(file: LlamaFile, ids: list[int], at: Sequence[int]) -> np.ndarra
 @needs_model
 @pytest.mark.slow
 def test_trainer_and_llama_cpp_say_the_same(file: LlamaFile, tokenizer: GgufTokenizer) -> None:
-    from edgeft.engine.load_gguf import load as load_stack
+    from edgeft.engine.load import load as load_stack
     from edgeft.evaluate.stack_scorer import StackScorer
 
     assert MODEL

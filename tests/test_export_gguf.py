@@ -23,20 +23,20 @@ from edgeft.config import DataConfig, UpdateConfig
 from edgeft.data.forest import Forest
 from edgeft.data.rows import load as load_rows
 from edgeft.data.tokens import Encoded, encode_rows
-from edgeft.engine.batch import batch_of
-from edgeft.engine.load_gguf import load
-from edgeft.engine.stack import Stack
+from edgeft.engine.load import load
+from edgeft.engine.stack import Stack, batch_of
 from edgeft.errors import ExportError, RunError
 from edgeft.export.gguf import Exported, Labels, export_gguf
 from edgeft.export.modelfile import learn, modelfile, write_modelfile
 from edgeft.export.verify import MAX_KL, MIN_TOP1, Reference, Verification, compare, verify
 from edgeft.formats import ggml
 from edgeft.formats import gguf as files
+from edgeft.formats.ggml import PACKABLE
 from edgeft.formats.gguf import GGUF, NewTensor, encode_record
 from edgeft.formats.source import demo_model
 from edgeft.formats.tokenizer import PLAIN_TEMPLATE, GgufTokenizer
-from edgeft.formats.types import PACKABLE
 from edgeft.methods import scheme
+from edgeft.methods.base import weight_of
 
 UP = "layers.1.mlp.up_proj.weight"
 LLAMA, SIZES = arch.get("llama"), arch.Sizes(2, 64, 64, 64, 256, 32, 32)  # of `small_gguf`
@@ -419,7 +419,7 @@ def test_a_type_that_loses_what_was_learned_is_vetoed(rows: list[Encoded], tmp_p
 def test_keep_repacks_into_the_base_type(tmp_path: Path) -> None:
     stack = load(demo())
     name = "layers.4.self_attn.k_proj.weight"
-    made = export(demo(), tmp_path / "out.gguf", [(name, stack.dense_weight(4, "k"))], "keep")
+    made = export(demo(), tmp_path / "out.gguf", [(name, weight_of(stack.linear(4, "k")))], "keep")
     base, new = GGUF.open(demo()), GGUF.open(tmp_path / "out.gguf")
     assert made.types == {"q4_1": 1}
     before, after = (values(file, "blk.4.attn_k.weight") for file in (base, new))

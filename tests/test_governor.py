@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from edgeft import config
-from edgeft.config import apply_sets, load_recipe, windows
+from edgeft.config import Device, Recipe, apply_sets, load_recipe, windows
+from edgeft.config.resolve import use_profile
 from edgeft.errors import ConfigError
 from edgeft.host import sensors
-from edgeft.host.profile import load_device, resolve
+from edgeft.host.device import load_device
 from edgeft.host.sensors import Sensors
 from edgeft.pipeline import stages
 from edgeft.report.summary import load_run_summary
@@ -33,6 +34,12 @@ from tests.support.runs import Lines, command, start, wait_for_step
 
 ZONE = "sys/class/thermal/thermal_zone0"
 SUPPLY = "sys/class/power_supply"
+
+
+def resolve(recipe: str, device: str, sets: list[str]) -> tuple[Recipe, Device]:
+    """As the command line does: recipe file, then the device's `how` and `governor`, then `--set`."""
+    profile = load_device(device)
+    return config.apply_sets(use_profile(config.load_recipe(recipe), profile), sets), profile
 
 
 def machine(root: Path, celsius: float = 50.0, **more: str | int) -> Path:
@@ -496,7 +503,7 @@ def test_a_run_with_pauses_learns_the_same_bits(data: Path, tmp_path: Path, monk
     story = load_run_summary(warm)
     assert dict(story.stages)["paused: heat"] == pytest.approx(done["paused_s"]["heat"], abs=0.01)
     assert max(celsius for _, celsius in story.heat) == 90.0
-    from edgeft.report import write_report
+    from edgeft.report.render import write_report
 
     page = write_report(warm).read_text()
     assert "<title>Temperature</title>" in page

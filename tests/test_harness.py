@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from edgeft.errors import ConfigError, DataError
-from edgeft.evaluate.harness import run_tasks
 from edgeft.evaluate.request import Request, Response, RowProgress
 from edgeft.formats.tokenizer import GgufTokenizer
 from edgeft.run import progress
 from tests.conftest import Edgeft
 
 pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+
+from edgeft.evaluate.harness import run_tasks
 
 ROWS = [
     {"question": "What do bees make?", "choices": ["honey", "wood and stone", "milk"], "answer": 0},

@@ -16,21 +16,20 @@ from edgeft import arch
 from edgeft.config import UpdateConfig
 from edgeft.data.tree import Tree
 from edgeft.engine import kernels
-from edgeft.engine.batch import Batch
-from edgeft.engine.load_gguf import load
-from edgeft.engine.load_hf import load_hf
-from edgeft.engine.stack import Stack, weight_of
+from edgeft.engine.load import load, load_hf
+from edgeft.engine.stack import Batch, Stack
 from edgeft.errors import EdgeftError, ExportError, ModelError
 from edgeft.evaluate.llamacpp import LlamaFile
 from edgeft.export import hf
 from edgeft.export.convert import hf_to_gguf
 from edgeft.export.hf import export_hf
 from edgeft.export.peft import export_peft
-from edgeft.formats import splitters
+from edgeft.formats import vocabulary
 from edgeft.formats.gguf import GGUF
 from edgeft.formats.safetensors import Weights
 from edgeft.formats.tokenizer import GgufTokenizer, HfTokenizer, render
 from edgeft.methods import scheme as schemes
+from edgeft.methods.base import weight_of
 from tests.support.models import random_hf, reference
 
 TEXTS = [
@@ -441,7 +440,7 @@ def test_pre_tokenizers_are_recognised_for_certain_only() -> None:
     def name(steps: list[Any], **options: Any) -> str:
         tokenizer = Tokenizer(models.BPE({"a": 0}, [], **options))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        return splitters.splitter_name(json.loads(tokenizer.to_str()))
+        return vocabulary.splitter_name(json.loads(tokenizer.to_str()))
 
     def split(regex: str) -> list[Any]:
         cut = pre_tokenizers.Split(Regex(regex), "isolated")
@@ -450,15 +449,15 @@ def test_pre_tokenizers_are_recognised_for_certain_only() -> None:
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert name([gpt2]) == "gpt-2"
     assert name([pre_tokenizers.Digits(individual_digits=True), gpt2]) == "smollm"
-    assert name(split(splitters.LLAMA3_REGEX), ignore_merges=True) == "llama-bpe"
-    assert name(split(splitters.QWEN2_REGEX)) == "qwen2"
-    assert name(split(splitters.TEKKEN_REGEX), ignore_merges=True) == "tekken"
+    assert name(split(vocabulary.LLAMA3_REGEX), ignore_merges=True) == "llama-bpe"
+    assert name(split(vocabulary.QWEN2_REGEX)) == "qwen2"
+    assert name(split(vocabulary.TEKKEN_REGEX), ignore_merges=True) == "tekken"
     unknown: list[list[Any]] = [
         split(r"\p{L}+|\s+"),
         [pre_tokenizers.Digits(individual_digits=False), gpt2],
         [pre_tokenizers.ByteLevel(add_prefix_space=True)],
         [pre_tokenizers.Whitespace()],
-        [*split(splitters.QWEN2_REGEX)[:1], gpt2],
+        [*split(vocabulary.QWEN2_REGEX)[:1], gpt2],
     ]
     for steps in unknown:
         with pytest.raises(ExportError, match="no certain name"):
@@ -534,7 +533,7 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="cannot fetch nobody/nothing-at-all from the hub") as caught:
+    with pytest.raises(ModelError, match="cannot download nobody/nothing-at-all from the hub") as caught:
         load_hf("nobody/nothing-at-all", "auto")
     assert "network" in caught.value.hint
 

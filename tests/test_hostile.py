@@ -30,7 +30,7 @@ from edgeft.errors import ConfigError, DataError, EdgeftError, ModelError, RunEr
 from edgeft.evaluate.suite import load_suite
 from edgeft.formats.gguf import ARRAY, GGUF, STRING, encode_record, encode_string
 from edgeft.formats.tokenizer import GgufTokenizer, render
-from edgeft.host import profile, sandbox
+from edgeft.host import device, sandbox
 
 FUZZ = Path(__file__).parent / "harness" / "fuzz.py"
 BOUND_S = 20.0  # by the clock, on a busy machine; each takes less than two seconds on an idle one
@@ -89,7 +89,7 @@ class Touch:
 
 
 def test_pickles_are_not_opened(tmp_path: Path) -> None:
-    from edgeft.engine.load_hf import load_hf
+    from edgeft.engine.load import load_hf
 
     mark = tmp_path / "mark"
     evil = pickle.dumps(Touch(mark))
@@ -185,8 +185,8 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "array longer than the file": (raw("x", struct.pack("<IIQ", 9, 8, 2**20)), "past the end"),
     "array in an array": (raw("x", struct.pack("<IIQ", 9, 9, 1) * 1000), "array of type 9"),
     "unknown value type": (raw("x", struct.pack("<I", 77)), "type 77"),
-    "a key twice": (lambda p: p["records"].update(again=p["records"]["llama.block_count"]), "stands twice"),
-    "a tensor twice": (lambda p: p["tensors"].update(again=p["tensors"][Q]), "stands twice"),
+    "a key twice": (lambda p: p["records"].update(again=p["records"]["llama.block_count"]), "occurs twice"),
+    "a tensor twice": (lambda p: p["tensors"].update(again=p["tensors"][Q]), "occurs twice"),
     "name of 64 bytes": (tensor(Q, name="a" * 64), "a text of 64"),
     "no dimensions": (tensor(Q, shape=[]), "0 dimensions"),
     "five dimensions": (tensor(Q, shape=[1] * 5), "5 dimensions"),
@@ -225,7 +225,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "fewer scores than tokens": (put("tokenizer.ggml.scores", ARRAY, [1.0], 6), "tokenizer.ggml.scores"),
     "scores of another type": (put("tokenizer.ggml.scores", ARRAY, [1] * 263, 0), "tokenizer.ggml.scores"),
     "fewer types than tokens": (put("tokenizer.ggml.token_type", ARRAY, [1], 5), "tokenizer.ggml.token_type"),
-    "a token twice": (put("tokenizer.ggml.tokens", ARRAY, [*TOKENS[:-1], "a"], STRING), "stands twice"),
+    "a token twice": (put("tokenizer.ggml.tokens", ARRAY, [*TOKENS[:-1], "a"], STRING), "occurs twice"),
     "no byte tokens": (put("tokenizer.ggml.tokens", ARRAY, [f"t{i}" for i in range(263)], STRING), "single bytes"),
     "more tokens than rows": (vocabulary([*TOKENS, "z"]), "264 tokens, and 263 rows"),
     "a part of several": (put("split.count", 2, 2), "one of several parts"),
@@ -281,7 +281,6 @@ def test_llama_cpp_is_not_given_what_did_not_pass(tmp_path: Path, monkeypatch: p
     def handed(*_: Any) -> Any:
         raise AssertionError("llama.cpp was called")
 
-    monkeypatch.setattr(llamacpp, "_library", handed)
     monkeypatch.setattr(tokenizer.quiet_llama(), "llama_model_load_from_file", handed)
     for use in (llamacpp.LlamaFile, GgufTokenizer):
         with pytest.raises(ModelError, match="scores"):
@@ -409,7 +408,7 @@ YAMLS = {
 def test_hostile_yaml(tmp_path: Path, case: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(YAMLS[case])
-    for read in (config.load_recipe, profile.load_device, load_suite):
+    for read in (config.load_recipe, device.load_device, load_suite):
         began = time.monotonic()
         with pytest.raises(ConfigError) as caught:
             read(str(path))
@@ -555,7 +554,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 def test_hostile_configurations(tmp_path: Path, case: str) -> None:
     from safetensors.numpy import save_file
 
-    from edgeft.engine.load_hf import load_hf
+    from edgeft.engine.load import load_hf
 
     values, says = CONFIGS[case]
     numbers = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -594,7 +593,7 @@ def test_hostile_weights(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"model": {"type": "BPE"}}', '{"version": "1.0", "model": 5}'])
 def test_hostile_tokenizers(tmp_path: Path, text: str) -> None:
-    from edgeft.formats.hub import open_tokenizer_file
+    from edgeft.formats.source import open_tokenizer_file
 
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ModelError, match="cannot load the tokenizer"):

@@ -17,14 +17,12 @@ from edgeft.data.tree import Tree
 from edgeft.engine import choose, compiled, kernels, optimizer
 from edgeft.engine.attention import Heads
 from edgeft.engine.backend import TORCH, Backend
-from edgeft.engine.batch import Batch, batch_of
-from edgeft.engine.feed_forward import feed_forward
+from edgeft.engine.block import add_norm, feed_forward
 from edgeft.engine.limits import padded
 from edgeft.engine.linear import ComputeOptions
-from edgeft.engine.load_gguf import load
+from edgeft.engine.load import load
 from edgeft.engine.memory import Memory
-from edgeft.engine.norm import add_norm
-from edgeft.engine.stack import Stack
+from edgeft.engine.stack import Batch, Stack, batch_of
 from edgeft.errors import ConfigError, EdgeftError, RunError
 from edgeft.formats import ggml
 from edgeft.methods import scheme as schemes
@@ -295,62 +293,6 @@ def test_unpacking_is_ggmls(name: str) -> None:
         out = torch.empty(37, 320, dtype=dtype)
         library.unpack(data, kind, out)
         assert torch.equal(out, torch.from_numpy(want).to(dtype))
-
-
-def test_token_share(model: Path) -> None:
-    """All tokens kept: the same gradients. Some: the same loss, and the gradients that stopping at the others gives."""
-    from edgeft.data.forest import Forest
-
-    stack = load(model)
-    scheme = schemes.make(
-        UpdateConfig(blocks=[26, 29], tensors=["q", "k", "v", "down"]), stack.depth, arch.get("llama")
-    )
-    parameters = schemes.apply(stack, scheme, 0)
-    stack.configure(backend=kernels.load())
-    _, batch = batch_of(Forest(ROWS), list(range(len(ROWS))))
-    hidden = stack.trunk(batch, scheme.cut)
-
-    def run() -> tuple[float, dict[str, torch.Tensor]]:
-        loss = stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-        for p in parameters.values():
-            p.grad = None
-        return float(loss.detach()), found
-
-    loss, want = run()
-    batch.kept = np.arange(len(batch.tokens))
-    same, got = run()
-    assert same == pytest.approx(loss, rel=1e-6)
-    for name in want:
-        assert near(got[name], want[name]) < 1e-5
-    batch.kept = np.union1d(np.arange(0, len(batch.tokens), 3), batch.at.numpy())
-    some, fewer = run()
-    assert some == pytest.approx(loss, rel=1e-6)
-    assert near(fewer["layers.26.self_attn.v_proj.weight"], want["layers.26.self_attn.v_proj.weight"]) > 0.01
-    stack.configure(recompute="full")
-    _, again = run()
-    for name in fewer:
-        assert near(again[name], fewer[name]) < 1e-6
-    # the oracle: autograd, with keys and values of the others detached in every block
-    stack.configure(backend=TORCH, recompute="none")
-    others = torch.ones(len(batch.tokens), dtype=torch.bool)
-    others[torch.from_numpy(batch.kept)] = False
-
-    def cut_off(module: torch.nn.Module, given: object, out: torch.Tensor) -> torch.Tensor:
-        return torch.where(others[None, :, None], out.detach(), out)
-
-    hooks = [
-        layer.register_forward_hook(cut_off)
-        for block in list(stack.layers)[scheme.cut :]
-        for layer in (block.self_attn.k_proj, block.self_attn.v_proj, block.self_attn.q_proj, block.mlp.down_proj)
-    ]
-    hooks += [block.register_forward_hook(cut_off) for block in list(stack.layers)[scheme.cut : -1]]
-    _, oracle = run()
-    for hook in hooks:
-        hook.remove()
-    for name in fewer:
-        assert near(fewer[name], oracle[name]) < 1e-4, name
 
 
 # ---------------------------------------------------------------- building and choosing

@@ -18,18 +18,18 @@ from edgeft.config import Recipe, UpdateConfig
 from edgeft.data.forest import Forest
 from edgeft.engine import kernels
 from edgeft.engine.backend import TORCH
-from edgeft.engine.batch import batch_of
-from edgeft.engine.load_gguf import load
+from edgeft.engine.load import load
+from edgeft.engine.stack import batch_of
 from edgeft.errors import ConfigError, DoesNotFitError
 from edgeft.host import device
-from edgeft.host.profile import load_device
+from edgeft.host.device import load_device
 from edgeft.methods import scheme as schemes
-from edgeft.plan import buffers, fit, seconds
+from edgeft.plan import buffers, fit, memory, seconds
 from edgeft.plan.fit import Job, Machine
 from edgeft.plan.rows import Workload
 from edgeft.plan.seconds import Rates
 from edgeft.plan.shape import shape_of
-from edgeft.train.remaining import Remaining
+from edgeft.train.totals import Remaining
 from edgeft.ui.plan import lines as plan_lines
 from tests.conftest import Edgeft
 from tests.support.rows import random_row, small_rows
@@ -86,8 +86,8 @@ def test_buffers_are_those_that_the_pool_gives_out(
     for _ in range(2):  # the second pass finds all that it needs
         stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets).backward()  # type: ignore[no-untyped-call]
     held = pool.held_bytes() / pool.rows
-    top = buffers._Top(shape_of(str(model), "auto"), scheme, half, torch.get_num_threads(), recompute)
-    buffers.run(top, len(batch.tokens), len(torch.unique(batch.at)))
+    top = buffers.Top(shape_of(str(model), "auto"), scheme, half, torch.get_num_threads(), recompute)
+    top.run(len(batch.tokens), len(torch.unique(batch.at)))
     foreseen = sum(size * len(some) for size, some in top.pool.of.items())
     assert foreseen == pytest.approx(held, rel=0.03)
 
@@ -109,7 +109,7 @@ def test_passes_are_those_that_training_makes(model: Path) -> None:
     assert [one.tokens for one in load.passes(128)[0]] == [110, 110]  # 50 and two rows' own 30
     assert load.widest(128).tokens == 110
     assert load.cut(40).longest == 40
-    many = Workload(rows[:6], rows[6:], recipe, train_rows=600, heldout_rows=20)
+    many = Workload(rows[:6], rows[6:], recipe, (600, 20))
     assert many.sampled
     assert not load.sampled
     assert many.row_tokens == 100 * load.row_tokens
@@ -151,10 +151,10 @@ def test_the_fastest_way_that_fits_is_taken(model: Path) -> None:
 def test_each_way_needs_less(model: Path) -> None:
     base = job(model, "sparse-bp", "how.micro_batch_tokens=512")
     how = base.recipe.how
-    stages = base.stages(GIB)
+    stages = memory.stages(base, GIB)
 
     def train(**change: Any) -> dict[str, int]:
-        return base.with_how(dataclasses.replace(how, **change)).stages(GIB)["train"]
+        return memory.stages(base.with_how(dataclasses.replace(how, **change)), GIB)["train"]
 
     assert train(recompute=True)["saved activations"] < 0.5 * stages["train"]["saved activations"]
     assert train(micro_batch_tokens=256)["saved activations"] < 0.7 * stages["train"]["saved activations"]
@@ -163,7 +163,7 @@ def test_each_way_needs_less(model: Path) -> None:
     assert states[0] == 8 * fit.trained_parameters(base.shape, base.scheme)
     assert states[0] == 2 * states[1]
     assert 0.25 <= states[2] / states[0] < 0.26
-    by_blocks = base.with_how(dataclasses.replace(how, trunk_order="blocks")).stages(GIB)["trunk"]
+    by_blocks = memory.stages(base.with_how(dataclasses.replace(how, trunk_order="blocks")), GIB)["trunk"]
     assert by_blocks["packed frozen weights"] < stages["trunk"]["packed frozen weights"]
     assert train(products="fp32")["libraries"] < stages["train"]["libraries"]
 
@@ -206,7 +206,7 @@ def test_too_little_is_refused(model: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["sparse-bp", "full", "lora", "qas-int8"])
 def test_what_is_proposed_was_tried(model: Path, name: str) -> None:
     asked = job(model, name, tokens=512)
-    budget = int(0.85 * asked.with_how(fit.frugal(asked)).peak(GIB))
+    budget = int(0.85 * fit.least(asked).peak(GIB))
     with pytest.raises(DoesNotFitError) as caught:
         fit.make(asked, budget)
     proposed = [part.split("`")[1] for part in caught.value.hint.split(" fits in ")[:-1]]
@@ -219,7 +219,7 @@ def test_what_is_proposed_was_tried(model: Path, name: str) -> None:
 
 def test_fit_shrinks_what_is_learned_and_says_so(model: Path) -> None:
     asked = job(model, "full")
-    budget = int(0.7 * asked.with_how(fit.frugal(asked)).peak(GIB))
+    budget = int(0.7 * fit.least(asked).peak(GIB))
     with pytest.raises(DoesNotFitError, match="this needs"):
         fit.make(asked, budget)
     chosen, plan = fit.make(asked, budget, fit=True)
@@ -255,11 +255,11 @@ def test_time_follows_work_and_rates(model: Path) -> None:
     one = job(model, "sparse-rule")
     faster = dataclasses.replace(MACHINE, rates=dataclasses.replace(MACHINE.rates, fp32=4e11, bf16=8e11, copy=4e10))
     twice = Job(one.recipe, one.shape, one.load, faster)
-    took = [sum(j.clock().stages(0)[stage] for stage in ("trunk", "train")) for j in (one, twice)]
+    took = [sum(j.clock().stages()[stage] for stage in ("trunk", "train")) for j in (one, twice)]
     assert 0.45 < took[1] / took[0] < 0.75  # starting and writing take as long as before
     longer = job(model, "sparse-rule", rows=64)
     assert longer.load.steps == 2 * one.load.steps
-    assert 1.5 < longer.clock().stages(0)["train"] / one.clock().stages(0)["train"] < 2.1
+    assert 1.5 < longer.clock().stages()["train"] / one.clock().stages()["train"] < 2.1
     again = one.with_how(dataclasses.replace(one.recipe.how, recompute=True))
     assert 1.1 < again.seconds() / one.seconds() < 1.5
 
@@ -268,7 +268,7 @@ def test_a_search_takes_its_time_where_it_pays(model: Path) -> None:
     """A short run is not searched for, and a recipe that knows what it trains neither."""
     searched, rule = job(model, "sparse-bp", "train.epochs=60"), job(model, "sparse-rule", "train.epochs=60")
     assert searched.peak(GIB) == rule.peak(GIB)
-    took = searched.clock().stages(0)
+    took = searched.clock().stages()
     assert took["search"] > 1.0
     assert searched.seconds() - rule.seconds() == pytest.approx(took["search"])
     _, plan = fit.make(searched, 64 * GIB)
@@ -277,7 +277,7 @@ def test_a_search_takes_its_time_where_it_pays(model: Path) -> None:
     short = fit.make(job(model, "sparse-bp", "train.steps=1"), 64 * GIB)[1]
     assert short["search_seconds"] == 0
     assert not any("found first" in line for line in plan_lines(short))
-    assert "search" not in rule.clock().stages(0)
+    assert "search" not in rule.clock().stages()
 
 
 def test_rates_are_measured_ones_or_a_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,9 +329,10 @@ def test_planning_imports_no_torch(model: Path, tmp_path: Path) -> None:
     import subprocess
 
     script = (
-        "import sys; from edgeft.host.profile import resolve; from edgeft.pipeline.planning import plan_of; "
-        "recipe, profile = resolve('sparse-bp', 'auto', []); "
-        "recipe.data.path = sys.argv[1]; plan = plan_of(recipe, profile, 8 << 30); "
+        "import sys; from edgeft.config import apply_sets, load_recipe; from edgeft.host.device import load_device; "
+        "from edgeft.pipeline.prepare import plan_of; profile = load_device('auto'); "
+        "recipe = apply_sets(load_recipe('sparse-bp'), ['data.path=' + sys.argv[1]]); "
+        "plan = plan_of(recipe, profile, 8 << 30); "
         "print('torch' in sys.modules, 'transformers' in sys.modules, plan['peak_bytes'])"
     )
     rows = small_rows(tmp_path / "rows")

@@ -38,7 +38,7 @@ def made_run(path: Path) -> Run:
 
 
 def made_entry(name: str, *users: Path) -> cache.Entry:
-    root = cache.trunks()
+    root = cache.folder("trunk")
     assert root is not None
     with cache.changing(root):
         entry = cache.Entry(root / name)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from edgeft import config
-from edgeft.errors import DamagedError
-from edgeft.pipeline import export, stages
-from edgeft.report import write_report
+from edgeft.errors import ConfigError, DamagedError
+from edgeft.pipeline import stages
+from edgeft.report.render import write_report
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.run.record import Allowance
@@ -80,6 +80,16 @@ def test_a_run_of_an_earlier_version_says_what_ran(tmp_path: Path) -> None:
     assert "SmolLM2" in write_report(run).read_text()
 
 
+def test_what_this_version_cannot_do_is_not_resumed(tmp_path: Path) -> None:
+    folder = tmp_path / "earlier"
+    shutil.copytree(EARLIER, folder)
+    text = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(text.replace("rounding: stochastic", "rounding: carry"))
+    recipe = Run.open(folder).recipe  # it opens, to be scored and exported
+    with pytest.raises(ConfigError, match=r"update\.rounding.*carry"):
+        Run.start(folder, recipe, resume=True)
+
+
 def test_a_run_of_an_earlier_version_is_exported_and_resumed(three_blocks: Path, tmp_path: Path) -> None:
     run = start(tmp_path / "run", three_blocks, "train.steps=4", "train.validations=1")
     stages.train(run, Progress())
@@ -88,7 +98,7 @@ def test_a_run_of_an_earlier_version_is_exported_and_resumed(three_blocks: Path,
     earlier = Run.open(run.path)
     assert earlier.effective.how.products == "fp32"
     build.trained_stack(earlier)
-    made = export.export(earlier, "gguf", "auto", earlier.model, Progress())
+    made = stages.export(earlier, "gguf", "auto", earlier.model, Progress())
     assert made["check"]["top1"] > 90
     run.done.unlink()
     checkpoint.all_of(run.checkpoints)[-1].unlink()

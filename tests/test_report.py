@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import json
 import re
@@ -13,9 +14,8 @@ import pytest
 
 from edgeft import config
 from edgeft.formats.gguf import GGUF
-from edgeft.report import svg, words, write_card, write_report
-from edgeft.report.answers import difference_marked
-from edgeft.report.render import page
+from edgeft.report import plots, words
+from edgeft.report.render import difference_marked, page, write_card, write_report
 from edgeft.report.summary import compare_files, load_run_summary, summary
 from edgeft.run.folder import Run
 from tests.conftest import Edgeft
@@ -267,16 +267,16 @@ def test_difference_is_marked_by_words() -> None:
 
 
 def test_charts_of_little_or_no_data() -> None:
-    assert svg.LineChart("t", [svg.Line("a", [], "tuned")], "x", "y").draw() == ""
-    assert svg.bars("t", []) == svg.intervals("t", []) == ""
-    one = svg.LineChart("t", [svg.Line("a", [(1, 2.0)], "tuned", dots=True)], "x", "y", log=True).draw()
+    assert plots.LineChart("t", [plots.Line("a", [], "tuned")], "x", "y").draw() == ""
+    assert plots.bars("t", []) == plots.intervals("t", []) == ""
+    one = plots.LineChart("t", [plots.Line("a", [(1, 2.0)], "tuned", dots=True)], "x", "y", log=True).draw()
     assert "nan" not in one
     assert "inf" not in one
 
 
 def test_charts_have_the_colours_of_the_page_and_ids_of_their_own() -> None:
-    dots = [svg.Line("held-out <loss>", [(1, 2.0), (2, 1.0)], "tuned", dots=True)]
-    drawn = "".join(svg.LineChart(title, dots, "step", "nats").draw() for title in ("Loss", "Loss again"))
+    dots = [plots.Line("held-out <loss>", [(1, 2.0), (2, 1.0)], "tuned", dots=True)]
+    drawn = "".join(plots.LineChart(title, dots, "step", "nats").draw() for title in ("Loss", "Loss again"))
     assert not re.findall("#[0-9a-f]{6}", drawn)  # a fixed colour would not follow light and dark
     assert "var(--tuned)" in drawn
     ids = re.findall(' id="([^"]+)"', drawn)
@@ -292,14 +292,15 @@ def test_every_text_from_outside_is_escaped(run: Run, tmp_path: Path) -> None:
     summary = load_run_summary(run)
     evil = "<img src=x onerror=alert(1)>&\"'"
     for one in (summary, other := load_run_summary(run)):
-        one.name = one.model = one.recipe.name = evil
+        one.name = one.model = evil
+        one.recipe = dataclasses.replace(one.recipe, name=evil)
         one.harness = {"base": None, "tuned": {evil: {evil: 0.5}}}
         one.suites = [RESULT | {"suite": evil}]
         one.result = RESULT | {"leaks": [dict.fromkeys(("source", "train_source", "kind", "text"), evil)]}
         one.counts |= {"format": evil, "machine": evil}
         one.throttled, one.stages, one.peaks = [evil], [(evil, 3.0)], {evil: 5}
         one.plan |= {"terms": {evil: 3}}
-    (tmp_path / "r.html").write_text(page(summary, [other]))
+    (tmp_path / "r.html").write_text(page(summary, other))
     assert "<img" not in (tmp_path / "r.html").read_text()
     assert not read(tmp_path / "r.html").tags & {"img", "script"}
 

@@ -10,10 +10,10 @@ import torch
 
 from edgeft import arch
 from edgeft.config import TENSORS, UpdateConfig, build
-from edgeft.engine.load_gguf import load
+from edgeft.engine.load import load
 from edgeft.errors import ConfigError
 from edgeft.methods import scheme
-from edgeft.methods.base import channel_count
+from edgeft.methods.base import channel_count, weight_of
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_blocks_that_cannot_be(spec: Any) -> None:
 
 def test_biases_only_where_llama_cpp_reads_them() -> None:
     both = UpdateConfig(biases=True)
-    assert [t for t in TENSORS if scheme.make(both, 4, arch.get("llama")).biased(2, t)] == list(TENSORS)
-    assert [t for t in TENSORS if scheme.make(both, 4, arch.get("qwen2")).biased(2, t)] == ["q", "k", "v"]
+    assert [t for t in TENSORS if (2, t) in scheme.make(both, 4, arch.get("llama")).biases] == list(TENSORS)
+    assert [t for t in TENSORS if (2, t) in scheme.make(both, 4, arch.get("qwen2")).biases] == ["q", "k", "v"]
     with pytest.raises(ConfigError, match="no biases"):
         scheme.make(both, 4, arch.get("qwen3"))
 
@@ -79,8 +79,8 @@ def test_parts_stand_in_place_of_the_single_ones_and_later_ones_count() -> None:
     assert chosen.cut == 2
     assert [chosen.share(b, "down") for b in range(2, 6)] == [0.25, 0.25, 1.0, 0.0]
     assert [chosen.share(b, "q") for b in (1, 2, 4, 7)] == [0.0, 0.25, 0.25, 0.0]
-    assert (chosen.biased(4, "down"), chosen.biased(3, "down"), chosen.biased(7, "o")) == (True, False, True)
-    assert [b for b in range(10) if chosen.normed(b)] == [2, 3, 4]
+    assert [key in chosen.biases for key in ((4, "down"), (3, "down"), (7, "o"))] == [True, False, True]
+    assert [b for b in range(10) if b in chosen.norms] == [2, 3, 4]
     with pytest.raises(ConfigError, match=r"update\.parts\.0\.chanels"):
         build(UpdateConfig, {"parts": [{"blocks": 1, "chanels": 1}]}, "update")
     with pytest.raises(ConfigError, match=r"update\.parts\.0\.channels"):
@@ -139,7 +139,7 @@ def test_lora_starts_where_the_base_is_and_merges(model: Path) -> None:
     chosen = scheme.make(
         UpdateConfig(method="lora", blocks="5-5", tensors=["up"], rank=4, alpha=8.0), stack.depth, stack.arch
     )
-    base = stack.dense_weight(5, "up")
+    base = weight_of(stack.linear(5, "up"))
     parameters = scheme.apply(stack, chosen, seed=0)
     ((name, start),) = scheme.updated(stack, chosen)
     assert name == "layers.5.mlp.up_proj.weight"

@@ -141,8 +141,8 @@ def test_the_users_own_files_are_not_imported(run: Run, monkeypatch: pytest.Monk
     for name in ("json", "rich", "random", "edgeft"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
     monkeypatch.chdir(tmp_path)
-    run.recipe.data.path = str(tmp_path / "none.jsonl")
-    run.recipe_file.write_text(config.dump(run.recipe))
+    recipe = config.apply_sets(run.recipe, [f"data.path={tmp_path / 'none.jsonl'}"])
+    run.recipe_file.write_text(config.dump(recipe))
     with pytest.raises(EdgeftError, match=r"none\.jsonl") as caught:
         supervise.StageRunner(run).do("prepare")
     assert caught.value.exit_code == 4

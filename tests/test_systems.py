@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from edgeft.host import files, system
-from edgeft.host.locks import LockFile
+from edgeft.host.files import LockFile
 
 # Libraries choose their own code by sys.platform: they are imported before it changes, the package after it.
 ELSEWHERE = """
@@ -28,7 +28,8 @@ if platform == "win32":
         delattr(os, name)
 """
 
-LIBRARIES = "import gguf.constants, jinja2, matplotlib, rich.live, rich.progress, safetensors, torch, typer, yaml\n"
+LIBRARIES = "import lm_eval.tasks, lm_eval.api.model, gguf.constants, jinja2, matplotlib\n"
+LIBRARIES += "import rich.live, rich.progress, safetensors, torch, typer, yaml\n"
 
 
 def elsewhere(platform: str, code: str, before: str = "") -> str:
@@ -121,7 +122,7 @@ def test_locks_are_shared_or_exclusive(tmp_path: Path) -> None:
 
 def test_a_lock_is_held_by_the_child_that_inherits_it_after_its_parent_was_killed(tmp_path: Path) -> None:
     code = (
-        "import os, subprocess, sys; from pathlib import Path; from edgeft.host.locks import LockFile\n"
+        "import os, subprocess, sys; from pathlib import Path; from edgeft.host.files import LockFile\n"
         "lock = LockFile(Path(sys.argv[1])); assert lock.exclusive()\n"
         "child = subprocess.Popen(['sleep', '60'], pass_fds=[lock.handle], stdout=subprocess.DEVNULL)\n"
         "print(child.pid, flush=True); os.kill(os.getpid(), 9)"

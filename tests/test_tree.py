@@ -10,8 +10,8 @@ import torch
 
 from edgeft.config import UpdateConfig
 from edgeft.data.forest import Forest, epoch_order
-from edgeft.engine.batch import batch_of
-from edgeft.engine.load_gguf import load
+from edgeft.engine.load import load
+from edgeft.engine.stack import batch_of
 from edgeft.methods import scheme
 from tests.support.rows import FOREST_ROWS as ROWS
 from tests.support.rows import encoded

@@ -21,13 +21,12 @@ from edgeft import config
 from edgeft.data.forest import Forest
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
-from edgeft.engine.batch import batch_of
-from edgeft.engine.load_gguf import load
-from edgeft.engine.stack import Stack
+from edgeft.engine.load import load
+from edgeft.engine.stack import Stack, batch_of
 from edgeft.errors import ModelError, RunError
-from edgeft.formats import hub
+from edgeft.formats import source
 from edgeft.host import cache
-from edgeft.host.locks import LockFile
+from edgeft.host.files import LockFile
 from edgeft.pipeline import prepare as preparing
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
@@ -299,10 +298,10 @@ def test_weights_are_named_by_all_of_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "copy.gguf").write_bytes(data)
     data[777_777] = 1
     (tmp_path / "b.gguf").write_bytes(data)
-    names = [hub.model_id(str(tmp_path / f"{n}.gguf")) for n in ("a", "copy", "b", "a")]
+    names = [source.model_id(str(tmp_path / f"{n}.gguf")) for n in ("a", "copy", "b", "a")]
     assert names[0] == names[1] == names[3] != names[2]
     (tmp_path / "a.gguf").write_bytes(data)
-    assert hub.model_id(str(tmp_path / "a.gguf")) == names[2]
+    assert source.model_id(str(tmp_path / "a.gguf")) == names[2]
 
 
 def test_mapped_weights_leave_memory(model: Path) -> None:
@@ -397,7 +396,7 @@ def test_training_needs_no_texts(tmp_path: Path) -> None:
 
     data = small_rows(tmp_path / "rows")
     recipe = config.load_recipe("sparse-bp")
-    recipe.data.path = str(data)
+    recipe = config.apply_sets(recipe, [f"data.path={data}"])
     run = Run.start(tmp_path / "run", recipe, False)
     preparing.prepare(run, Progress())
     for full, bare in zip(tokens.load(run.tokens), tokens.load(run.tokens, texts=False), strict=True):

@@ -72,15 +72,8 @@ class Watched:
             self.run.write_json(folder / "plan.json", plan)
         self.used, self.now, self.given_back = 400, 0.0, []  # type: ignore[var-annotated]
         self.said = Lines()
-        self.watch = Watch(
-            self.run,
-            self.said,
-            longest,
-            lambda: self.used * MIB,
-            self.given_back.append,
-            machine.root,
-            lambda: self.now,
-        )
+        self.watch = Watch(self.run, self.said, longest, lambda: self.used * MIB, self.given_back.append)
+        self.watch.root, self.watch.clock = machine.root, lambda: self.now
 
     def check_memory(self) -> bool:
         self.now += 2 * LOOK_S
@@ -174,7 +167,7 @@ def shortage(monkeypatch: pytest.MonkeyPatch, looks: list[str]) -> None:
     def look(self: Watch, stage: str = "train") -> bool:
         what = looks.pop(0) if looks and stage == "train" else ""
         if what == "stop":
-            raise self._refused("only 3 MiB of memory are left on this machine")
+            raise self.refused("only 3 MiB of memory are left on this machine")
         return what == "smaller" and self.smaller("memory is short")
 
     monkeypatch.setattr(Watch, "check_memory", look)

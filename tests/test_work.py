@@ -12,9 +12,9 @@ from edgeft import arch
 from edgeft.config import UpdateConfig
 from edgeft.data.forest import Forest
 from edgeft.engine import kernels
-from edgeft.engine.batch import batch_of
-from edgeft.engine.load_gguf import load
+from edgeft.engine.load import load
 from edgeft.engine.memory import Pool
+from edgeft.engine.stack import batch_of
 from edgeft.methods import scheme as schemes
 from edgeft.plan import shape_of_config
 from edgeft.plan.flops import Pass, step_flops

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ARCHITECTURES", "Architecture", "Linear", "Norm", "Sizes", "get", "of_gguf", "of_model_type"]
 
-ARCHITECTURES: tuple[Architecture, ...] = (
-    Llama(),
-    Qwen2(),
-    Qwen3(),
-)
+ARCHITECTURES: tuple[Architecture, ...] = (Llama(), Qwen2(), Qwen3())
 
 
 def get(name: str) -> Architecture:
@@ -31,17 +27,14 @@ def get(name: str) -> Architecture:
 
 
 def of_gguf(gguf: GGUF) -> Architecture:
-    try:
-        architecture = get(gguf.arch)
-    except KeyError:
-        raise ModelError(
-            f"{gguf.path.name} is of architecture `{gguf.arch or 'unknown'}`, which is not supported",
-            f"supported: {', '.join(a.name for a in ARCHITECTURES)} ({_titles()})",
-        ) from None
+    architecture = next((one for one in ARCHITECTURES if one.name == gguf.arch), None)
+    if architecture is None:
+        hint = f"supported: {', '.join(a.name for a in ARCHITECTURES)} ({_titles()})"
+        what = f"is of architecture `{gguf.arch or 'unknown'}`, which is not supported"
+        raise ModelError(f"{gguf.path.name} {what}", hint)
     if gguf.get("expert_count", 0):
-        raise ModelError(
-            f"{gguf.path.name} is a mixture of experts, which is not supported", "use a dense model of the same family"
-        )
+        hint = "use a dense model of the same family"
+        raise ModelError(f"{gguf.path.name} is a mixture of experts, which is not supported", hint)
     return architecture
 
 

@@ -7,6 +7,7 @@ lists it. A number from a header is used only after it was checked against the s
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,13 +16,60 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from edgeft.arch.header import read_rope, real, whole
 from edgeft.errors import ExportError, ModelError
 
 if TYPE_CHECKING:
     from edgeft.formats.gguf import GGUF
 
+
+LARGEST = 1 << 31  # of any number in a header
 AGAIN = "download or copy it again"
+
+
+def whole(gguf: GGUF, key: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
+    """An integer of `<architecture>.<key>`."""
+    value = gguf.need(key) if default is None else gguf.get(key, default)
+    if type(value) is not int or not low <= value <= high:
+        raise _odd(gguf, key, value)
+    return value
+
+
+def real(gguf: GGUF, key: str, default: float | None = None) -> float:
+    """A number above 0."""
+    value = gguf.need(key) if default is None else gguf.get(key, default)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise _odd(gguf, key, value)
+    return float(value)
+
+
+def _odd(gguf: GGUF, key: str, value: object) -> ModelError:
+    return ModelError(f"{gguf.path.name}: {gguf.arch}.{key} is {str(value)[:80]}, which is not supported", AGAIN)
+
+
+def read_rope(gguf: GGUF, head: int) -> dict[str, Any]:
+    """transformers' rope parameters; frequency factors in the file (LLaMA 3) are applied when it is loaded."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": real(gguf, "rope.freq_base", 10000.0)}
+    kind = gguf.get("rope.scaling.type", "none")
+    if kind == "linear":
+        rope |= {"rope_type": "linear", "factor": real(gguf, "rope.scaling.factor", 1.0)}
+    elif kind == "yarn":
+        rope |= {
+            "rope_type": "yarn",
+            "factor": real(gguf, "rope.scaling.factor", 1.0),
+            "original_max_position_embeddings": whole(gguf, "rope.scaling.original_context_length"),
+        }
+    elif kind != "none":
+        raise ModelError(f"{gguf.path.name} has the rope scaling `{str(kind)[:40]}`, which is not supported")
+    if gguf.get("rope.dimension_count", head) != head:
+        raise ModelError(f"{gguf.path.name} rotates only a part of each head, which is not supported")
+    return rope
+
+
+def plain_rotation(values: dict[str, Any]) -> bool:
+    """A rotation that edgeft computes itself; others are left to transformers."""
+    return values["rope_parameters"]["rope_type"] in ("default", "linear")
+
+
 _NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
@@ -92,8 +140,6 @@ class Architecture:
     gate: ClassVar[str] = "silu"
     scales: ClassVar[Scales] = Scales()
 
-    # ------------------------------------------------ sizes and names
-
     def sizes(self, config: Any) -> Sizes:
         """From a transformers configuration."""
         heads = config.num_attention_heads
@@ -126,14 +172,11 @@ class Architecture:
             for norm in self.norms:
                 if norm.path == module and kind == "weight":
                     return f"blk.{number}.{norm.gguf}.weight", norm.gguf
-        raise ExportError(
-            f"there is no place for {name} in a `{self.name}` file", "export with the base model the run was trained on"
-        )
+        hint = "export with the base model the run was trained on"
+        raise ExportError(f"there is no place for {name} in a `{self.name}` file", hint)
 
     def norm_offset(self, gguf_name: str) -> float:
         return next((norm.offset for norm in self.norms if norm.gguf == gguf_name), 0.0)
-
-    # ------------------------------------------------ a GGUF header as a transformers configuration, and back
 
     def values(self, gguf: GGUF) -> dict[str, Any]:
         """The keywords of a transformers configuration, checked against the shapes of the tensors."""
@@ -141,9 +184,8 @@ class Architecture:
         keys = whole(gguf, "attention.head_count_kv", heads)
         head = whole(gguf, "attention.key_length", width // heads, low=2)
         if heads % keys or head % 2 or gguf.get("attention.value_length", head) != head:
-            raise ModelError(
-                f"{gguf.path.name} has {heads} heads of {head} values over {keys}, which is not supported", AGAIN
-            )
+            what = f"{heads} heads of {head} values over {keys}"
+            raise ModelError(f"{gguf.path.name} has {what}, which is not supported", AGAIN)
         if "token_embd.weight" not in gguf.tensors or "output_norm.weight" not in gguf.tensors:
             raise ModelError(f"{gguf.path.name} lacks its embedding or its last norm", AGAIN)
         values: dict[str, Any] = {
@@ -194,9 +236,8 @@ class Architecture:
             usual = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "mscale": None, "mscale_all_dim": None}
             odd = [key for key, value in usual.items() if rope.get(key) not in (None, value)]
             if odd or rope.get("attention_factor") is not None:
-                raise ExportError(
-                    f"llama.cpp does not read this model's yarn scaling: {', '.join(odd or ['attention_factor'])}"
-                )
+                names = ", ".join(odd or ["attention_factor"])
+                raise ExportError(f"llama.cpp does not read this model's yarn scaling: {names}")
             original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
             keys["rope.scaling.original_context_length"] = int(original)
         return {f"{self.name}.{key}": value for key, value in keys.items()}
@@ -225,8 +266,6 @@ class Architecture:
                 check(f"blk.{block}.{linear.gguf}.bias", outputs)
             for norm in self.norms:
                 check(f"blk.{block}.{norm.gguf}.weight", norm.size(sizes))
-
-    # ------------------------------------------------ a Hugging Face folder
 
     def missing_biases(self, present: set[str], depth: int) -> tuple[dict[str, bool], list[str]]:
         """transformers has a bias on all linears of a flag or on none: (flags to set, biases to add as zeros)."""

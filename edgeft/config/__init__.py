@@ -1,12 +1,10 @@
 """Every knob, declared once; strict YAML; from options to one recipe."""
 
-from edgeft.config.knobs import Knob, knobs
-from edgeft.config.reader import build, dump, read_yaml, scalar, suggest
+from edgeft.config.reader import Knob, build, dump, knobs, read_yaml, scalar
 from edgeft.config.resolve import (
     DEFAULT_RECIPE,
     Options,
     apply_sets,
-    check_heat,
     exists,
     learning_identity,
     load_recipe,
@@ -14,7 +12,6 @@ from edgeft.config.resolve import (
     place,
     recipe_of,
     shipped,
-    use_profile,
 )
 from edgeft.config.schema import (
     CHANNELS,
@@ -23,7 +20,6 @@ from edgeft.config.schema import (
     Device,
     EvalConfig,
     ExecutionConfig,
-    ExportConfig,
     GovernorConfig,
     ModelConfig,
     PartConfig,

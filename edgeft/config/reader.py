@@ -1,4 +1,7 @@
-"""Strict YAML: an unknown key, a wrong type or an impossible value is a ConfigError that names the key."""
+"""Strict YAML, and the list of knobs, both read from the dataclasses that declare them.
+
+An unknown key, a wrong type or an impossible value is a ConfigError that names the key.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +12,32 @@ import reprlib
 import types
 import typing
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from edgeft.config.schema import Recipe
+from edgeft.config.schema import Device, Recipe
 from edgeft.errors import ConfigError, ConfigWarning
 
 
 @dataclass(frozen=True)
 class Removed:
-    """A key, or one value of a key, that earlier versions knew."""
+    """A key that earlier versions knew."""
 
-    refused: Any  # this value asks for something that is gone
+    kept: Any  # the value that asks for what always happens now; every other asks for something that is gone
     now: str  # what always happens now
-    key_stays: bool = False
 
 
 # Accepted and ignored with a warning for this version.
 REMOVED = {
-    "how.prune": Removed(False, "gradients that nothing uses are never computed"),
-    "how.supervised_only": Removed(False, "the head and the last block run at trained positions only"),
-    "update.qas": Removed(False, "int8 weights are always updated with quantisation-aware scaling"),
-    "update.rounding": Removed("none", "int8 weights are always rounded; `method: sparse` trains float32", True),
+    "how.prune": Removed(True, "gradients that nothing uses are never computed"),
+    "how.supervised_only": Removed(True, "the head and the last block run at trained positions only"),
+    "train.token_share": Removed(1, "gradients pass through all positions"),
+    "update.qas": Removed(True, "int8 weights are always updated with quantisation-aware scaling"),
+    "update.rounding": Removed("stochastic", "int8 weights are always stochastically rounded"),
 }
 
 MAX_YAML_BYTES = 256 << 10  # takes a few seconds to parse even on a slow board
@@ -59,7 +63,8 @@ def type_name(hint: Any) -> str:
 def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
     if hint is Any:
         return value
-    bad = ConfigError(f"`{key}` must be {type_name(hint)}, not {shown(value)}", f"{key}: {meta.get('about', '')}")
+    about = f"{key}: {meta.get('about', '')}"
+    bad = ConfigError(f"`{key}` must be {type_name(hint)}, not {shown(value)}", about)
     if isinstance(hint, types.UnionType):
         if value is None or value == "none":  # the explanations say "none = …"
             return None
@@ -89,17 +94,16 @@ def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
     if type(value) is not hint or (hint is float and not math.isfinite(value)) or (hint is int and abs(value) >> 63):
         raise bad
     if meta.get("choices") and value not in meta["choices"]:
-        known = [str(c) for c in meta["choices"]]
-        raise ConfigError(f"`{key}` cannot be {shown(value)}", suggest(str(value), known))
+        raise ConfigError(f"`{key}` cannot be {shown(value)}", suggest(str(value), [str(c) for c in meta["choices"]]))
     low, high = meta.get("low"), meta.get("high")
     if (low is not None and value < low) or (high is not None and value > high):
         limits = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
-        raise ConfigError(f"`{key}` is {value}; it must be {limits}", f"{key}: {meta.get('about', '')}")
+        raise ConfigError(f"`{key}` is {value}; it must be {limits}", about)
     if check := meta.get("check"):
         try:
             check(value)
         except ValueError as error:
-            raise ConfigError(f"`{key}`: {error}", f"{key}: {meta.get('about', '')}") from None
+            raise ConfigError(f"`{key}`: {error}", about) from None
     return value
 
 
@@ -120,9 +124,7 @@ def build(cls: type[Any], values: Any, where: str = "", base: Any = None, record
             continue
         if name not in fields:
             word = name[:80] if isinstance(name, str) else shown(name)
-            raise ConfigError(
-                f"unknown key `{where}.{word}`" if where else f"unknown key `{word}`", suggest(word, list(fields))
-            )
+            raise ConfigError(f"unknown key `{where + '.' if where else ''}{word}`", suggest(word, list(fields)))
         if dataclasses.is_dataclass(hints[name]):
             made[name] = build(typing.cast(type, hints[name]), value, key, getattr(start, name), recorded)
         else:
@@ -133,10 +135,10 @@ def build(cls: type[Any], values: Any, where: str = "", base: Any = None, record
 def _is_removed(key: str, value: Any, recorded: bool) -> bool:
     """Whether to ignore the key; ConfigError where its value asks for something that is gone."""
     removed = REMOVED.get(key)
-    if removed is None or (removed.key_stays and value != removed.refused):
+    if removed is None:
         return False
     if not recorded:
-        if value == removed.refused:
+        if value != removed.kept:
             raise ConfigError(f"`{key}` can no longer be {shown(value)}: {removed.now}", f"leave out `{key}`")
         warnings.warn(f"`{key}` is ignored, it is no longer a knob: {removed.now}", ConfigWarning, stacklevel=2)
     return True
@@ -231,3 +233,50 @@ def scalar(value: Any) -> str:
     """One value as written in a recipe file."""
     text = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, default_flow_style=True, width=10000)
     return text.removesuffix("...\n").strip()
+
+
+@dataclass(frozen=True)
+class Knob:
+    key: str  # as `--set` takes it
+    file: str  # recipe or device
+    type: str
+    default: Any
+    choices: list[Any]  # empty: no fixed choices
+    low: float | None  # limits, both included
+    high: float | None
+    about: str
+
+    @property
+    def limits(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(map(scalar, self.choices))
+        if self.high is not None:
+            return f"from {self.low:.12g} to {self.high:.12g}"
+        return "" if self.low is None else f"at least {self.low:.12g}"
+
+
+def knobs(word: str = "") -> list[Knob]:
+    """Those with `word` in their key, explanation or kind of file, upper and lower case alike."""
+    every = [*_knobs_of(Recipe, "recipe"), *_knobs_of(Device, "device")]
+    matching = [knob for knob in every if word.lower() in f"{knob.key}\n{knob.about}\n{knob.file}".lower()]
+    if not matching:
+        hint = suggest(word, sorted({part for knob in every for part in (knob.key, knob.key.rpartition(".")[2])}))
+        hint = hint if hint.startswith("did") else "`edgeft knobs` lists all of them"
+        raise ConfigError(f"no knob has `{word}` in its key or explanation", hint)
+    return matching
+
+
+def _knobs_of(cls: type[Any], file: str, prefix: str = "") -> Iterator[Knob]:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        key, hint = prefix + field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _knobs_of(typing.cast(type, hint), file, f"{key}.")
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        limits: dict[str, Any] = {name: field.metadata.get(name) for name in ("low", "high", "about")}
+        kind = "any" if hint is Any else type_name(hint)
+        yield Knob(key, file, kind, default, list(field.metadata.get("choices", ())), **limits)
+        for item in typing.get_args(hint):  # update.parts: a list of tables
+            if dataclasses.is_dataclass(item):
+                yield from _knobs_of(typing.cast(type, item), file, f"{key}[].")

@@ -107,9 +107,8 @@ def _set_value(key: str, text: str) -> Any:
 
 def use_profile(recipe: Recipe, profile: Device) -> Recipe:
     how = build(ExecutionConfig, profile.how, "how", recipe.how)
-    return dataclasses.replace(
-        recipe, how=how, governor=build(GovernorConfig, profile.governor, "governor", recipe.governor)
-    )
+    governor = build(GovernorConfig, profile.governor, "governor", recipe.governor)
+    return dataclasses.replace(recipe, how=how, governor=governor)
 
 
 @dataclass(frozen=True)
@@ -134,12 +133,10 @@ def recipe_of(options: Options, profile: Device, earlier: Recipe | None = None) 
             recipe = dataclasses.replace(recipe, name=named.name, update=named.update, train=named.train)
         if options.device is not None:
             recipe = use_profile(recipe, profile)
-    model, data = recipe.model, recipe.data
-    recipe = dataclasses.replace(
-        recipe,
-        model=model if options.model is None else dataclasses.replace(model, path=options.model),
-        data=data if options.data is None else dataclasses.replace(data, path=options.data),
-    )
+    if options.model is not None:
+        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, path=options.model))
+    if options.data is not None:
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=options.data))
     return _absolute(apply_sets(recipe, options.sets))
 
 

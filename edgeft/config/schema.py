@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TENSORS = ("q", "k", "v", "o", "gate", "up", "down")
-
 CHANNELS = (1.0, 0.5, 0.25, 0.125)
 
 
@@ -31,7 +30,7 @@ def knob(
     return field(default=default, metadata=metadata)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelConfig:
     path: str | None = knob(None, "GGUF file, Hugging Face directory or hub id; none = the embedded model")
     frozen: str = knob(
@@ -41,20 +40,18 @@ class ModelConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     path: str | None = knob(None, "file, folder or hub id with the rows; none = the embedded handbook")
     heldout: str | None = knob(None, "file with held-out rows; none = detected beside the data, or split off by hash")
     heldout_share: float = knob(0.1, "share of the rows to hold out when there is no held-out file", low=0.0, high=0.9)
     heldout_rows: int = knob(200, "maximum number of held-out rows used for validation", low=1)
     rows: int | None = knob(None, "use only this many training rows, from the first", low=1)
-    max_tokens: int = knob(
-        384, "maximum tokens of a row; the context is truncated, never the answer", low=16, high=131072
-    )
+    max_tokens: int = knob(384, "tokens of a row; the context is truncated, never the answer", low=16, high=131072)
     system: str | None = knob(None, "system message; none = the chat template's own")
 
 
-@dataclass
+@dataclass(frozen=True)
 class PartConfig:
     """One entry of `update.parts`."""
 
@@ -67,7 +64,7 @@ class PartConfig:
     norms: bool = knob(False, "train the RMSNorm weights of these blocks")
 
 
-@dataclass
+@dataclass(frozen=True)
 class UpdateConfig:
     method: str = knob(
         "sparse",
@@ -101,12 +98,6 @@ class UpdateConfig:
     weights: bool = knob(True, "train the weights of the chosen tensors (false: only biases and norms)")
     rank: int = knob(16, "rank of LoRA's adapters and of lite branches", low=1, high=1024)
     alpha: float = knob(32.0, "their scale: alpha / rank", low=0.0)
-    rounding: str = knob(
-        "stochastic",
-        "of int8 weights: stochastic is unbiased; carry: the remainder is added to the next step, a byte more for "
-        "each weight; nearest loses small steps",
-        choices=("stochastic", "carry", "nearest"),
-    )
     cycle_blocks: int = knob(0, "number of neighbouring blocks trained at a time; 0 = all at once", low=0)
     cycle_steps: int = knob(10, "optimiser steps before the next blocks are trained", low=1)
 
@@ -116,7 +107,7 @@ class UpdateConfig:
         return bool(self.blocks == "auto") and not self.parts
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainConfig:
     epochs: float = knob(3.0, "passes over the training rows", low=0.0)
     steps: int | None = knob(None, "stop after this many optimiser steps, regardless of epochs; none = no limit", low=1)
@@ -133,29 +124,20 @@ class TrainConfig:
     optimizer: str = knob("adamw", "adamw, or sgd with momentum", choices=("adamw", "sgd"))
     momentum: float = knob(0.9, "momentum of sgd", low=0.0, high=0.9999)
     weight_decay: float = knob(0.0, "weight decay, decoupled in AdamW", low=0.0)
-    beta1: float = knob(
-        0.9, "AdamW's decay of the first moment", low=0.0, high=0.9999
-    )  # at 1 its bias correction divides by zero
+    # at 1 AdamW's bias correction divides by zero
+    beta1: float = knob(0.9, "AdamW's decay of the first moment", low=0.0, high=0.9999)
     beta2: float = knob(0.99, "AdamW's decay of the second moment", low=0.0, high=0.9999)
     clip: float = knob(1.0, "maximum norm of the whole gradient; 0 = no clipping", low=0.0)
     seed: int = knob(0, "seed of the order of rows and blocks, adapter initialisation and stochastic rounding", low=0)
     order: str = knob(
         "grouped",
-        "grouped: rows that share a long prefix are in the same step; shuffled: each row independently",
+        "grouped: rows with a long shared prefix are in one step; shuffled: each row on its own",
         choices=("grouped", "shuffled"),
     )
-    token_share: float = knob(
-        1.0,
-        "share of the positions that gradients pass through, always including trained ones (TokenTune)",
-        low=0.0,
-        high=1.0,
-    )
-    validations: int = knob(
-        4, "number of held-out loss evaluations in a run; the best checkpoint is kept", low=1, high=10000
-    )
+    validations: int = knob(4, "held-out loss evaluations in a run; the best checkpoint is kept", low=1, high=10000)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExecutionConfig:
     """How a run executes on this device; nothing here changes what is learned."""
 
@@ -168,34 +150,25 @@ class ExecutionConfig:
         choices=("auto", "fp32", "bf16"),
     )
     nice: int = knob(
-        10,
-        "niceness of the stages: lower CPU and disk priority than other programs; 0 = normal priority",
-        low=0,
-        high=19,
+        10, "niceness of the stages: CPU and disk priority below other programs; 0 = normal", low=0, high=19
     )
     trunk: str = knob(
-        "cache",
-        "blocks below the cut: run once and cache their output, or rerun every time",
-        choices=("cache", "rerun"),
+        "cache", "blocks below the cut: run once and cache their output, or rerun", choices=("cache", "rerun")
     )
     trunk_dtype: str = knob("fp16", "precision of the trunk cache", choices=("fp16", "fp32", "int8"))
     trunk_place: str = knob(
         "shared",
-        "location of the trunk cache: shared between runs in the user's cache folder, or in the run folder",
+        "the trunk cache is in the user's cache folder, for all runs, or in the run's",
         choices=("shared", "run"),
     )
     trunk_cache_bytes: int = knob(
         20 << 30, "size limit of the shared trunk cache; least recently used entries are deleted first", low=0
     )
     trunk_order: str = knob(
-        "rows",
-        "rows: all trunk blocks for a few rows at a time; blocks: one block at a time for all rows",
-        choices=("rows", "blocks"),
+        "rows", "rows: all trunk blocks for a few rows; blocks: one block for all rows", choices=("rows", "blocks")
     )
     spare_memory: bool = knob(
-        False,
-        "release memory as soon as it is unused: pages of mapped weights after every GEMM, freed buffers at once; "
-        "a little slower",
+        False, "release memory at once: pages of mapped weights after every GEMM, freed buffers; a little slower"
     )
     tree: bool = knob(True, "compute shared prefixes of rows once")
     compile: str = knob(
@@ -239,7 +212,7 @@ def windows(text: str) -> list[tuple[int, int]]:
     return spans
 
 
-@dataclass
+@dataclass(frozen=True)
 class GovernorConfig:
     """When a run pauses: heat, battery, time of day; nothing here changes what is learned."""
 
@@ -248,21 +221,19 @@ class GovernorConfig:
     hysteresis_celsius: float = knob(8.0, "resume when this far below the limit", low=1.0)
     sensors: list[str] = knob([], "temperature sensors to read, named as in `edgeft doctor`; [] = the processor's")
     battery_percent: int = knob(
-        30, "on battery, run only above this charge; 100 = only on mains; 0 = always", low=0, high=100
+        30, "on battery, run above this charge; 100 = only on mains; 0 = always", low=0, high=100
     )
     schedule: str = knob(
         "", "times of day to run in: `22:00-07:00`, several separated by commas; empty = always", check=windows
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExportConfig:
-    type: str = knob(
-        "auto", "type of updated tensors; auto: q8_0, or their own type if that is wider; keep: their own type"
-    )
+    type: str = knob("auto", "type of updated tensors; auto: q8_0, or their own if it is wider; keep: their own")
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalConfig:
     rows: int = knob(200, "maximum number of held-out rows to score", low=1)
     max_new_tokens: int = knob(32, "maximum tokens of an answer", low=1)
@@ -273,7 +244,7 @@ class EvalConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recipe:
     name: str = knob("", "the recipe's name")
     about: str = knob("", "one line on what it is for")
@@ -287,7 +258,7 @@ class Recipe:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Device:
     name: str = knob("", "the profile's name")
     about: str = knob("", "one line on the machine")

@@ -40,9 +40,9 @@ def parse_time(text: str, option: str, least: float = 1.0) -> float:
 def format_size(count: float | None) -> str:
     if count is None:
         return "–"
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, factor, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
         if count >= factor:
-            return f"{count / factor:.2f} {unit}" if unit == "GiB" else f"{count / factor:.1f} {unit}"
+            return f"{count / factor:.{digits}f} {unit}"
     return f"{count:.0f} B"
 
 

@@ -32,7 +32,6 @@ KNOWN_HINT = f"known endings: {' '.join(TABLE_ENDINGS + TEXT_ENDINGS)}"
 ROW_HINT = 'one row per line, for example {"question": "…", "answer": "…"}'
 UTF8_HINT = "save the file as UTF-8 (`iconv -f latin1 -t utf-8 OLD > NEW`)"
 
-
 MAX_LINE_BYTES = 16 << 20  # a line is read whole: one of 16 MiB is a book, and takes 0.3 GiB at the worst
 MAX_WHOLE_BYTES = 256 << 20  # of a file that is read whole
 MAX_FILE_BYTES = 2 << 30  # of any: all rows are in memory before they are tokens
@@ -56,9 +55,6 @@ class Source:
     name: str  # short, for messages
     file: str  # path, or hub id and split
     records: Iterable[Record]
-
-
-# ---------------------------------------------------------------- one file to records
 
 
 def _lines(path: Path, name: str) -> Iterator[str]:
@@ -94,10 +90,8 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Record]:
 
 def _read_json(path: Path, name: str) -> Iterator[Record]:
     if path.stat().st_size > MAX_WHOLE_BYTES:
-        raise DataError(
-            f"{name} has more than {MAX_WHOLE_BYTES >> 20} MiB, and JSON is read whole",
-            "write it as .jsonl, one row per line",
-        )
+        what = f"{name} has more than {MAX_WHOLE_BYTES >> 20} MiB, and JSON is read whole"
+        raise DataError(what, "write it as .jsonl, one row per line")
     text = "".join(_lines(path, name))
     try:
         value = _parse(text, name)
@@ -141,9 +135,8 @@ def _read_csv(path: Path, name: str) -> Iterator[Record]:
             source = f"{name}:{table.line_num}"
             yield source, Unusable("more fields than the header") if None in record else record
     except csv.Error as error:
-        raise DataError(
-            f"{name}, line {table.line_num}: broken CSV ({error})", "fields with commas or quotes need quotes"
-        ) from None
+        what = f"{name}, line {table.line_num}: broken CSV ({error})"
+        raise DataError(what, "fields with commas or quotes need quotes") from None
 
 
 def _read_parquet(path: Path, name: str) -> Iterator[Record]:
@@ -214,9 +207,6 @@ def os_error(error: OSError, name: str) -> DataError:
     return DataError(f"cannot read {name}: {error.strerror or error}")
 
 
-# ---------------------------------------------------------------- where files lie
-
-
 def _check_inside(path: Path, folders: list[Path]) -> None:
     """A downloaded folder may hold links to private files, which must not become training data."""
     real = path.resolve()
@@ -273,9 +263,8 @@ def _hub(name: str) -> dict[str, Source]:
         raise DataError(f"{name}: hub ids need `datasets`", "pip install datasets") from None
     except Exception as error:  # the hub client, its transport and the files raise many kinds
         if offline.on():
-            raise DataError(
-                f"{name} is neither a file nor in the hub's cache, and the network is disabled", offline.HINT
-            ) from None
+            what = f"{name} is neither a file nor in the hub's cache, and the network is disabled"
+            raise DataError(what, offline.HINT) from None
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         if "onfig name is missing" in str(error):
             hint = f"choose a configuration: `{name}:NAME`"

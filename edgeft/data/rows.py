@@ -44,9 +44,6 @@ class Dataset:
     skipped: list[tuple[str, str]] = field(default_factory=list)  # (source, reason)
 
 
-# ---------------------------------------------------------------- one record to one row
-
-
 def _finite(value: Any) -> bool:
     """JSON as Python reads it knows NaN and 1e999."""
     return not isinstance(value, float) or math.isfinite(value)
@@ -77,7 +74,7 @@ def _answers(value: Any) -> list[str]:
     return kept
 
 
-def _asked(user: str, answers: list[str], context: str = "") -> Row:
+def question_row(user: str, answers: list[str], context: str = "") -> Row:
     return Row([{"role": "user", "content": user}, {"role": "assistant", "content": answers[0]}], answers, context)
 
 
@@ -121,27 +118,27 @@ def _question(record: dict[str, Any]) -> Row:
     answer, choices = record.get("answers", record.get("answer")), record.get("choices")
     if isinstance(choices, list) and type(answer) is int and 0 <= answer < len(choices):  # the answer is an index
         question, answer = "\n".join([question, *(f"- {choice}" for choice in choices)]), choices[answer]
-    return _asked(f"{context}\n\n{question}" if context else question, _answers(answer), context)
+    return question_row(f"{context}\n\n{question}" if context else question, _answers(answer), context)
 
 
 def _instruction(record: dict[str, Any]) -> Row:
     instruction, given = _text(record, "instruction"), _text(record, "input", optional=True)
     answer = _text(record, "output", "response", what="answer")
-    return _asked(f"{instruction}\n\n{given}" if given else instruction, [answer], given)
+    return question_row(f"{instruction}\n\n{given}" if given else instruction, [answer], given)
 
 
 def _prompt(record: dict[str, Any]) -> Row:
     asked, answer = record.get("prompt"), record.get("completion", record.get("response"))
     if isinstance(asked, list):  # both sides as messages
-        return _chat(
-            {"messages": asked + (answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])}
-        )
+        said = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+        return _chat({"messages": asked + said})
     user = _text(record, "prompt", "query", "input")
-    return _asked(user, [_text(record, "completion", "response", "output", what="answer")])
+    return question_row(user, [_text(record, "completion", "response", "output", what="answer")])
 
 
 def _label(record: dict[str, Any]) -> Row:
-    return _asked(_text(record, "text", "sentence"), [_text(record, "label", "category", "intent", what="answer")])
+    text = _text(record, "text", "sentence")
+    return question_row(text, [_text(record, "label", "category", "intent", what="answer")])
 
 
 def _plain(record: dict[str, Any]) -> Row:
@@ -209,9 +206,6 @@ class Reader:
         raise DataError(f"{reasons[0][0]}: {reasons[0][1]}; none of {len(reasons)} rows can be used", FORMATS_HINT)
 
 
-# ---------------------------------------------------------------- the whole set
-
-
 def split_by_hash(rows: list[Row], share: float, name: str) -> tuple[list[Row], list[Row], str]:
     """(train, heldout, how). A row's side depends on its own content only, as long as both sides get rows."""
     if share == 0:
@@ -223,15 +217,12 @@ def split_by_hash(rows: list[Row], share: float, name: str) -> tuple[list[Row], 
         how = "by hash of the text"
     if len(set(keys)) == 1 and rows[0].context:  # one context for all: fall back to the questions
         keys, how = [json.dumps(row.messages[:-1]) for row in rows], "by hash of the question"
-    place = {
-        key: int.from_bytes(hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=8).digest(), "big")
-        for key in keys
-    }
+    digests = {key: hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=8).digest() for key in keys}
+    place = {key: int.from_bytes(digest, "big") for key, digest in digests.items()}
     if len(place) < 2:
         what = "one row" if len(rows) == 1 else f"{len(rows)} rows that all ask the same"
-        raise DataError(
-            f"{name} has only {what}, so nothing can be held out", "add rows, or name a file with data.heldout"
-        )
+        hint = "add rows, or name a file with data.heldout"
+        raise DataError(f"{name} has only {what}, so nothing can be held out", hint)
     limit = share * 2**64
     out = {key for key in place if place[key] < limit} or {min(place, key=lambda key: (place[key], key))}
     if len(out) == len(place):

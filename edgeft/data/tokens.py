@@ -94,8 +94,6 @@ class Encoder:
             size += tokens
         return encoded + self._plain(run)
 
-    # ------------------------------------------------ plain text
-
     def _plain(self, run: list[Row]) -> list[Encoded]:
         """Pieces of max_tokens. Each begins with the last token of the one before, so that every token but the
         text's first is trained once."""
@@ -109,8 +107,6 @@ class Encoder:
         starts = range(0, len(ids) - 1, self.max_tokens - 1)
         pieces = [ids[start : start + self.max_tokens] for start in starts]
         return [Encoded(piece, np.arange(len(piece)) > 0, row) for piece in pieces]
-
-    # ------------------------------------------------ conversations
 
     def _conversation(self, row: Row) -> list[Encoded]:
         messages = row.messages
@@ -209,9 +205,6 @@ class Encoder:
         last one; then the next end token counts, wherever it is."""
         shown = common_prefix(text, render(self.tokenizer, messages, generate=False))
         return token_at(shown if shown >= stop else len(text))
-
-
-# ---------------------------------------------------------------- one file for a run
 
 
 def save(path: Path, train: list[Encoded], heldout: list[Encoded]) -> None:

@@ -98,12 +98,7 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **more: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **more: Any
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, H, T, d) → (1, T, H, d). A plain mask goes to its own function."""
     if not isinstance(attention_mask, Tree):

@@ -49,9 +49,9 @@ class Moments:
 class Backend:
     """Tensors are contiguous; "operand": float32, or bf16 with rows of zeros below (limits.padded)."""
 
-    name: str  # in cache keys: backends round differently
-    runs_blocks: bool  # false: transformers' own modules run the blocks
-    fused_adamw: bool = False  # has `adamw`; else torch.optim's is used
+    name = "torch"  # in cache keys: backends round differently
+    runs_blocks = False  # transformers' own modules run the blocks
+    fused_adamw = False  # has `adamw`; else torch.optim's is used
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -63,8 +63,6 @@ class Backend:
     def able(self, head_width: int, gate: str) -> bool:
         """Whether it runs models with such heads and such a gate (`silu`, …)."""
         return True
-
-    # ------------------------------------------------ products
 
     def operand(self, x: Tensor, bf16: bool) -> Tensor:
         """x (T, d), float32, as a product reads it: x itself, or a bf16 copy with rows of zeros, which add nothing."""
@@ -111,8 +109,6 @@ class Backend:
         """dyᵀ mid (O, r): dy (T, O) an operand, mid what `project` returned; in dy's type or float32."""
         return dy.T @ mid.to(dy.dtype)
 
-    # ------------------------------------------------ sums, rows and columns
-
     def add_bf16(self, total: Tensor, x: Tensor) -> Tensor:
         """total, float32, plus x, bf16, of the same shape, in place."""
         return total.add_(x)
@@ -141,8 +137,6 @@ class Backend:
     def unpack(self, packed: np.ndarray, type_id: int, out: Tensor) -> None:
         """Packed rows (uint8, C order) of a ggml type into `out` (rows, cols), float32."""
         ggml.unpack(packed, type_id, out.numpy(), self.threads)
-
-    # ------------------------------------------------ between products
 
     def norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """RMSNorm of the sum of x and more, (T, d) float32 → (the sum, its norm, 1 / rms (T,))."""
@@ -192,8 +186,6 @@ class Backend:
         dq, dk, dv = tree_attention_back(plan, tuple(given), dout)
         return _flat(dq), _flat(dk), _flat(dv)
 
-    # ------------------------------------------------ the optimiser
-
     def adamw(self, weight: Tensor, gradient: Tensor, moments: Moments, rule: AdamRule) -> None:
         """One step of a float32 tensor, in place."""
         raise NotImplementedError
@@ -212,8 +204,4 @@ def _flat(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(x.shape[1], -1)
 
 
-class TorchBackend(Backend):
-    name, runs_blocks = "torch", False
-
-
-TORCH = TorchBackend(Memory())  # layers that are called on their own compute by it, too
+TORCH = Backend(Memory())  # layers that are called on their own compute by it, too

@@ -5,21 +5,267 @@ Only what the backward pass needs is kept, and no gradient is computed that noth
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from edgeft.data.tree import Tree
+from edgeft.engine import linear
 from edgeft.engine.attention import AttentionPlan, Heads
 from edgeft.engine.backend import Backend
-from edgeft.engine.feed_forward import SelectiveSpec, feed_forward, selective_block
-from edgeft.engine.linear import ComputeOptions, linear_specs, linears
-from edgeft.engine.norm import DeferredResidual, add, add_norm
-from edgeft.engine.recompute import recomputed
+from edgeft.engine.linear import ComputeOptions, Gradients, InputGradient, LinearSpec, linears
 
 Tensor = torch.Tensor
+DeferredResidual = tuple[Tensor, Tensor | None]  # the residual stream, and what is still to be added to it
+
+
+class _Norm(torch.autograd.Function):
+    """(x, more) → (x + more, weight · (x + more) / rms): both gradients are added in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, backend: Backend) -> Any:
+        total, y, scale = backend.norm(x, more, weight.detach(), eps)
+        ctx.save_for_backward(total, scale, weight)
+        ctx.backend = backend
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        other, dy = grads
+        if dy is None:
+            dx, dw = other, None
+        else:
+            needed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+            dx, dw = norm_gradients(ctx.backend, ctx.saved_tensors, dy.contiguous(), other, needed)
+        return dx, dx if ctx.needs_input_grad[1] else None, dw, None, None
+
+
+def norm_gradients(
+    backend: Backend, saved: tuple[Tensor, ...], dy: Tensor, other: Tensor | None, needed: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of the sum, with `other`, the residual stream's own, and of the weight; saved: (the sum, 1 / rms, weight)."""
+    total, scale, weight = saved
+    dx = dw = None
+    if needed[1]:
+        dw = scale @ torch.mul(dy, total, out=backend.memory.pool.like(dy))
+    if needed[0]:
+        dx = backend.norm_back(total, scale, weight.detach(), dy, None if other is None else other.contiguous())
+    return dx, dw
+
+
+def add_norm(stream: DeferredResidual, module: Any, backend: Backend) -> tuple[Tensor, Tensor]:
+    """(the residual stream after the deferred sum, its norm)."""
+    total, y = _Norm.apply(*stream, module.weight, float(module.variance_epsilon), backend)
+    return total, y
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, more: Tensor, backend: Backend) -> Tensor:
+        return torch.add(x, more, out=backend.memory.pool.like(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], grads[0], None
+
+
+def add(x: Tensor, more: Tensor, backend: Backend) -> Tensor:
+    total: Tensor = _Sum.apply(x, more, backend)
+    return total
+
+
+# As torch.utils.checkpoint, without the compiler and sympy that torch loads for it, 70 MB and more.
+
+
+class _Given(torch.autograd.Function):
+    """A scalar with these gradients. Passed to torch.autograd.backward, they would make it load sympy."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, *ctx.gradients
+
+
+def go_back(gradients: list[Tensor], *outputs: Tensor) -> None:
+    """The backward pass from these outputs, each with its gradient."""
+    with torch.enable_grad():
+        start = _Given.apply(gradients, *outputs)
+    start.backward()
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, function: Callable[..., Any], *stream: Tensor | None) -> Any:
+        ctx.function = function
+        ctx.save_for_backward(*stream)
+        ctx.set_materialize_grads(False)
+        return function(stream)  # without autograd, as always in a forward
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        given = [
+            None if tensor is None else tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+        ]
+        with torch.enable_grad():
+            made = ctx.function(given)
+        wanted = [(one, grad) for one, grad in zip(made, grads, strict=True) if grad is not None]
+        go_back([grad for _, grad in wanted], *(one for one, _ in wanted))
+        return None, None, *(None if tensor is None else tensor.grad for tensor in given)
+
+
+def recomputed(function: Callable[[DeferredResidual], DeferredResidual], stream: DeferredResidual) -> DeferredResidual:
+    # the first block's input needs no gradient, and without the anchor autograd would skip what is trained there
+    anchor = torch.empty(0, requires_grad=True)
+    made: DeferredResidual = _Again.apply(anchor, function, *stream)
+    return made
+
+
+class _FeedForward(torch.autograd.Function):
+    """x (T, I) → down(silu(gate x) · up x): gate and up are kept, the input of down is computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layers: tuple[LinearSpec, ...], compute: ComputeOptions, *trained: Tensor | None
+    ) -> Tensor:
+        ctx.layers, ctx.compute, ctx.flags = layers, compute, linear.trained_flags(trained)
+        backend, operand = compute.backend, compute.operand(x)
+        (gate, up), mids = zip(*(linear.forward(layer, operand, compute) for layer in layers[:2]), strict=True)
+        keep = any(ctx.needs_input_grad)
+        act = backend.memory.pool.like(gate) if keep else gate
+        backend.swiglu(gate, up, act)
+        out, mid = linear.forward(layers[2], act, compute)
+        if keep:
+            kept = linear.kept_inputs(layers[:2], ctx.flags[:2], operand, mids, compute)
+            part = linear.kept_part(layers[2], act, mid, compute) if ctx.flags[2].up else None
+            ctx.save_for_backward(*kept, part, gate, up)
+        return backend.to_float32(out, len(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, gate_part, up_part, mid, gate, up = ctx.saved_tensors
+        compute: ComputeOptions = ctx.compute
+        backend, flags, down = compute.backend, ctx.flags, ctx.layers[2]
+        dy = compute.operand(grads[0].contiguous())
+        dact = linear.input_gradient(down, dy, compute)
+        act = backend.memory.pool.like(gate) if flags[2].reads_input or flags[2].part else None
+        backend.swiglu_back(gate, up, dact, act)  # the input of down is known only from here on
+        del dact
+        last = linear.backward(down, flags[2], dy, (act, mid), compute, None)
+        del act
+        dx = InputGradient(len(grads[0]), backend) if ctx.needs_input_grad[0] else None
+        every: Gradients = []
+        for layer, flag, d, part in zip(ctx.layers, flags, (gate, up), (gate_part, up_part), strict=False):
+            every += linear.backward(layer, flag, d, (x, part), compute, dx)  # gate and up are their gradients now
+        return None if dx is None else dx.total, None, None, *every, *last
+
+
+@dataclass(frozen=True)
+class SelectiveSpec:
+    """A block whose feed-forward half trains no weight."""
+
+    attended: Callable[[Tensor], Tensor]  # the residual stream after attention, (T, d) → (T, d)
+    eps: float  # of the norm
+    layers: tuple[LinearSpec, ...]  # gate, up, down
+    compute: ComputeOptions
+
+
+class _SelectiveBlock(torch.autograd.Function):
+    """x (T, d) → y = attended(x), and down(silu(gate h) · up h) of its norm h: x alone is kept, and what the gradient
+    of down's branch reads. All but down is computed again.
+
+    Gradients of what is trained in `attended` arise there; anchor: see `recomputed`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, spec: SelectiveSpec, *trained: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        layers, compute, backend = spec.layers, spec.compute, spec.compute.backend
+        ctx.spec, ctx.flags = spec, linear.trained_flags(trained)
+        y = spec.attended(x)
+        operand = compute.operand(backend.norm(y, None, weight.detach(), spec.eps)[1])
+        gate, up = (linear.forward(layer, operand, compute)[0] for layer in layers[:2])
+        backend.swiglu(gate, up, gate)
+        out, mid = linear.forward(layers[2], gate, compute)
+        ctx.save_for_backward(x, weight, linear.kept_part(layers[2], gate, mid, compute) if ctx.flags[2].up else None)
+        return y, backend.to_float32(out, len(y))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, mid = ctx.saved_tensors
+        spec, flags = ctx.spec, ctx.flags
+        layers, compute, backend = spec.layers, spec.compute, spec.compute.backend
+        other, gradient = grads
+        x = x.detach().requires_grad_(ctx.needs_input_grad[1])
+        with torch.enable_grad():
+            again = spec.attended(x)
+        y = again.detach()
+        dy = compute.operand(gradient.contiguous())
+        dact = linear.input_gradient(layers[2], dy, compute)
+        last = linear.backward(layers[2], flags[2], dy, (None, mid), compute, None)
+        del dy
+        _, h, scale = backend.norm(y, None, weight.detach(), spec.eps)
+        operand = compute.operand(h)
+        (gate, up), mids = zip(*(linear.forward(layer, operand, compute) for layer in layers[:2]), strict=True)
+        parts = [linear.kept_part(layers[n], operand, mids[n], compute) if flags[n].up else None for n in range(2)]
+        backend.swiglu_back(gate, up, dact, None)
+        del dact, operand, h
+        dh, every = InputGradient(len(y), backend), []
+        for layer, flag, d, part in zip(layers, flags, (gate, up), parts, strict=False):
+            every += linear.backward(layer, flag, d, (None, part), compute, dh)  # gate and up are their gradients now
+        del gate, up, d
+        assert dh.total is not None
+        needed = again.requires_grad, ctx.needs_input_grad[2]
+        dagain, dw = norm_gradients(backend, (y, scale, weight), dh.total, other, needed)
+        del dh, y
+        if dagain is not None:
+            go_back([dagain], again)
+        return None, x.grad, dw, None, *every, *last
+
+
+def selective_block(x: Tensor, weight: Tensor, spec: SelectiveSpec) -> tuple[Tensor, Tensor]:
+    """(the residual stream after attention, what the feed-forward half adds to it); weight: of its norm."""
+    anchor = torch.empty(0, requires_grad=True)
+    made: tuple[Tensor, Tensor] = _SelectiveBlock.apply(anchor, x, weight, spec, *linear.trained_tensors(spec.layers))
+    return made
+
+
+class _Gate(torch.autograd.Function):
+    """silu(gate) · up, for layers that are called as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, backend: Backend) -> Tensor:
+        act = backend.memory.pool.like(gate)
+        backend.swiglu(gate, up, act)
+        ctx.save_for_backward(gate, up)
+        ctx.backend = backend
+        return act
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gate, up = (t.clone() for t in ctx.saved_tensors)  # others may hold them
+        ctx.backend.swiglu_back(gate, up, grads[0].contiguous(), None)
+        return gate, up, None
+
+
+def feed_forward(x: Tensor, mlp: Any, compute: ComputeOptions) -> Tensor:
+    modules = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    layers = linear.linear_specs(modules)
+    if layers is not None:
+        made: Tensor = _FeedForward.apply(x, layers, compute, *linear.trained_tensors(layers))
+        return made
+    gate, up = linears(x, modules[:2], compute)
+    (out,) = linears(_Gate.apply(gate, up, compute.backend), modules[2:], compute)
+    return out
 
 
 class _Attend(torch.autograd.Function):
@@ -27,23 +273,22 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, ...], plan: AttentionPlan, backend: Backend
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rest: tuple[tuple[Tensor, ...], AttentionPlan, Backend]
     ) -> Tensor:
-        cos_q, sin_q, cos_k, sin_k = angles
+        (cos_q, sin_q, cos_k, sin_k), plan, backend = ctx.rest = rest
         backend.rotate(q, cos_q, sin_q, plan.heads.width, 1.0)
         backend.rotate(k, cos_k, sin_k, plan.heads.width, 1.0)
         out, more = backend.attend(plan, q, k, v)
         ctx.save_for_backward(q, k, v, out, more)
-        ctx.rest = angles, plan, backend
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        angles, plan, backend = ctx.rest
+        (cos_q, sin_q, cos_k, sin_k), plan, backend = ctx.rest
         dq, dk, dv = backend.attend_back(plan, ctx.saved_tensors, grads[0].contiguous())
-        backend.rotate(dq, angles[0], angles[1], plan.heads.width, -1.0)
-        backend.rotate(dk, angles[2], angles[3], plan.heads.width, -1.0)
-        return dq, dk, dv, None, None, None
+        backend.rotate(dq, cos_q, sin_q, plan.heads.width, -1.0)
+        backend.rotate(dk, cos_k, sin_k, plan.heads.width, -1.0)
+        return dq, dk, dv, None
 
 
 class Runner:
@@ -64,7 +309,7 @@ class Runner:
     def selective_block(self, block: Any, stream: DeferredResidual) -> DeferredResidual:
         """As `block`, but only the residual stream before it is kept. The backward pass computes all again except down,
         whose input nothing needs where its weight is not trained."""
-        layers = linear_specs((block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj))
+        layers = linear.linear_specs((block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj))
         if layers is None:
             return recomputed(partial(self.block, block), stream)  # type: ignore[no-any-return]
         x = stream[0] if stream[1] is None else add(stream[0], stream[1], self.backend)
@@ -87,7 +332,7 @@ class Runner:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, queries: Tensor | None = None) -> Tensor:
         """queries: the tokens of q, if not all."""
         turns = (self.cos, self.sin) if queries is None else (self.cos[queries], self.sin[queries])
-        mixed: Tensor = _Attend.apply(q, k, v, (*turns, self.cos, self.sin), plan, self.backend)
+        mixed: Tensor = _Attend.apply(q, k, v, ((*turns, self.cos, self.sin), plan, self.backend))
         return mixed
 
     def last_block(self, block: Any, stream: DeferredResidual, queries: Tensor) -> DeferredResidual:
@@ -118,54 +363,3 @@ class Runner:
         (out,) = linears(mixed, (block.self_attn.o_proj,), self.compute, shared=True)
         x, h = add_norm((x, out), block.post_attention_layernorm, self.backend)
         return x, feed_forward(h, block.mlp, self.compute)
-
-
-class SplitRunner(Runner):
-    """Gradients pass through the tokens `kept` alone (TokenTune); the others only give keys and values."""
-
-    def __init__(self, kept: np.ndarray, *rest: Any) -> None:
-        super().__init__(*rest)
-        others = np.setdiff1d(np.arange(len(self.tree.size)), kept)
-        self.kept, self.others = torch.from_numpy(kept), torch.from_numpy(others)
-        self.order = torch.argsort(torch.cat([self.kept, self.others]))  # from both to the tokens' own order
-        self.kept_plan, self.other_plan = (
-            self.backend.attention_plan(self.tree, self.heads, tokens) if len(tokens) else None
-            for tokens in (self.kept, self.others)
-        )
-
-    def split(self, hidden: Tensor) -> tuple[DeferredResidual, DeferredResidual]:
-        return (hidden[self.kept], None), (hidden[self.others], None)
-
-    def both(
-        self, block: Any, kept: DeferredResidual, others: DeferredResidual
-    ) -> tuple[DeferredResidual, DeferredResidual]:
-        """One block for both."""
-        with torch.no_grad():
-            y, h = add_norm(others, block.input_layernorm, self.backend)
-            q_others, k_others, v_others = self._qkv(block, h)
-        x, h = add_norm(kept, block.input_layernorm, self.backend)
-        q, k_kept, v_kept = self._qkv(block, h)
-        k, v = self._in_order(k_kept, k_others), self._in_order(v_kept, v_others)
-        assert self.kept_plan is not None
-        mixed = self._attend(q, k, v, self.kept_plan, self.kept)
-        if self.other_plan is not None:
-            with torch.no_grad():  # k is already rotated
-                self.backend.rotate(q_others, self.cos[self.others], self.sin[self.others], self.heads.width, 1.0)
-                seen, _ = self.backend.attend(self.other_plan, q_others, k.detach(), v.detach())
-                others = self._after(block, y, seen)
-        return self._after(block, x, mixed), others
-
-    def last(self, block: Any, kept: DeferredResidual, others: DeferredResidual, queries: Tensor) -> DeferredResidual:
-        """The last block, of which only these tokens, all of them kept, are needed."""
-        with torch.no_grad():
-            _, h = add_norm(others, block.input_layernorm, self.backend)
-            _, k_others, v_others = self._qkv(block, h)
-        x, h = add_norm(kept, block.input_layernorm, self.backend)
-        rows = torch.searchsorted(self.kept, queries)
-        q, k_kept, v_kept = self._qkv(block, h)
-        k, v = self._in_order(k_kept, k_others), self._in_order(v_kept, v_others)
-        plan = self.backend.attention_plan(self.tree, self.heads, queries)
-        return self._after(block, x[rows], self._attend(q[rows], k, v, plan, queries))
-
-    def _in_order(self, kept: Tensor, others: Tensor) -> Tensor:
-        return torch.cat([kept, others.detach()])[self.order]

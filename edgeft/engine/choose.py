@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import torch
-
 from edgeft.config import Recipe
 from edgeft.engine import compiled, kernels
 from edgeft.engine.backend import TORCH, Backend
@@ -47,7 +45,7 @@ def choose(
             progress.line(reason)
     backend: Backend = _load(progress) if wanted else TORCH
     if not backend.able(head_width, gate):
-        if recipe.how.compile == "on" or recipe.train.token_share < 1:
+        if recipe.how.compile == "on":
             raise EdgeftError("edgeft's kernels cannot run this model's heads", "--set how.compile=off")
         backend, reason = TORCH, f"edgeft's kernels cannot run this model's heads: {SLOWER}"
         progress.line(reason)
@@ -80,10 +78,6 @@ def _load(progress: Progress) -> Backend:
 
 def _wants_kernels(recipe: Recipe, flops: float) -> tuple[bool, str]:
     """(whether, why); auto: where they are built, or the planned work pays for compiling them."""
-    if recipe.train.token_share < 1:
-        if recipe.how.compile == "off":
-            raise ConfigError("`train.token_share` below 1 needs edgeft's kernels", "--set how.compile=on")
-        return True, "train.token_share is below 1"
     if recipe.how.compile != "auto":
         return recipe.how.compile == "on", f"how.compile: {recipe.how.compile}"
     if compiled.is_built():
@@ -91,16 +85,5 @@ def _wants_kernels(recipe: Recipe, flops: float) -> tuple[bool, str]:
     if compiled.compiler() is None or cache.folder() is None:
         missing = "C++ compiler" if compiled.compiler() is None else "home folder to keep compiled kernels in"
         return False, f"no {missing} here: {SLOWER}"
-    pays = compiled.pays(flops, trial_flops_per_s())
+    pays = compiled.pays(flops, compiled.trial_flops_per_s())
     return pays, "the planned work pays for compiling" if pays else "the planned work is too short to compile for"
-
-
-def trial_flops_per_s() -> float:
-    """Rate of a matrix product here; a few hundredths of a second."""
-    a = torch.randn(512, 512)
-    best = float("inf")
-    for _ in range(4):
-        begin = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - begin)
-    return 2 * 512**3 / best

@@ -10,7 +10,10 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from pathlib import Path
+
+import numpy as np
 
 from edgeft.errors import EdgeftError
 from edgeft.host import cache
@@ -88,3 +91,14 @@ def build() -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return file
+
+
+def trial_flops_per_s() -> float:
+    """Operations a second of a float32 product in numpy, best of a few; a tenth of a second."""
+    a = np.ones((512, 512), np.float32)
+    best = float("inf")
+    for _ in range(6):
+        begin = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - begin)
+    return 2 * 512**3 / best

@@ -1,4 +1,4 @@
-"""The C++ kernels as a backend, called through ctypes; see kernels.cpp for what each computes.
+"""The C++ kernels as a backend, called through ctypes, in the order of Backend; kernels.cpp says what each computes.
 
 Only here and in kernels.cpp is the width of a vector known.
 """
@@ -6,7 +6,7 @@ Only here and in kernels.cpp is the width of a vector known.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,17 @@ class _Tree(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("pieces", "queries", "rows", "keys", "size", "items", "bounds")]
 
 
+def _numbers(kind: type[Any], whole: Any) -> list[tuple[str, Any]]:
+    """The fields of a dataclass of numbers."""
+    return [(field.name, ctypes.c_float if field.type == "float" else whole) for field in fields(kind)]
+
+
 class _Heads(ctypes.Structure):
-    _fields_ = [
-        ("heads", ctypes.c_int32),
-        ("groups", ctypes.c_int32),
-        ("width", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-    ]
+    _fields_ = _numbers(Heads, ctypes.c_int32)
 
 
 class _Rule(ctypes.Structure):
-    """As AdamRule."""
-
-    _fields_ = [
-        *((name, ctypes.c_float) for name in ("lr", "beta1", "beta2", "eps", "decay", "first", "second", "factor")),
-        ("seed", ctypes.c_uint32),
-    ]
+    _fields_ = _numbers(AdamRule, ctypes.c_uint32)
 
 
 class KernelPlan(AttentionPlan):
@@ -107,8 +102,6 @@ class KernelBackend(Backend):
     def able(self, head_width: int, gate: str) -> bool:
         return kernels_can_run(head_width, gate, self.lanes)
 
-    # ------------------------------------------------ products
-
     def project(self, x: Tensor, a: Tensor) -> Tensor:
         """From bf16 to float32: a bf16 product of this form would leave code behind for every size of a pass."""
         if x.dtype == torch.float32 or len(a) % self.lanes:
@@ -124,8 +117,6 @@ class KernelBackend(Backend):
         shape = _longs(*dy.shape, mid.shape[1])
         self.library.expand_back_half(_at(dy, torch.bfloat16), _at(mid), _at(out), *shape, self.threads)
         return out
-
-    # ------------------------------------------------ sums, rows and columns
 
     def add_bf16(self, total: Tensor, x: Tensor) -> Tensor:
         self.library.add_half(_at(total), _at(x, torch.bfloat16), *_longs(total.numel()), self.threads)
@@ -168,8 +159,6 @@ class KernelBackend(Backend):
         function = self.library.unpack if out.dtype == torch.float32 else self.library.unpack_half
         blocks = ctypes.c_long(out.numel() // 32)
         function(ctypes.c_void_p(packed.ctypes.data), type_id, _at(out, out.dtype), blocks, self.threads)
-
-    # ------------------------------------------------ between products
 
     def norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         total = x if more is None else self.memory.pool.like(x)
@@ -217,19 +206,13 @@ class KernelBackend(Backend):
         self.library.attend_back(*plan.arguments, *tensors, _addresses(dk), _addresses(dv), plan.threads)
         return dq, _sum(dk), _sum(dv)
 
-    # ------------------------------------------------ the optimiser
-
     def adamw(self, weight: Tensor, gradient: Tensor, moments: Moments, rule: AdamRule) -> None:
         kind = moments.first.dtype
-        functions = {
-            torch.float32: self.library.adamw,
-            torch.bfloat16: self.library.adamw_bf16,
-            torch.uint8: self.library.adamw_bytes,
-        }
+        name = {torch.float32: "adamw", torch.bfloat16: "adamw_bf16", torch.uint8: "adamw_bytes"}[kind]
         held = [_at(moments.first, kind), _at(moments.second, kind)]
         held += [] if moments.scales is None else [_at(moments.scales)]
         last = *_longs(weight.numel()), ctypes.byref(_Rule(*astuple(rule))), self.threads
-        functions[kind](_at(weight), _at(gradient), *held, *last)
+        self.library[name](_at(weight), _at(gradient), *held, *last)
 
     def square_sum(self, x: Tensor) -> float:
         return float(self.library.squares(_at(x), *_longs(x.numel()), self.threads))

@@ -21,8 +21,6 @@ from edgeft.errors import ConfigError, RunError
 
 EPS = 1e-8  # torch's own
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
-
-
 Parameters = dict[str, nn.Parameter]
 
 
@@ -36,7 +34,8 @@ class Optimizer:
     """What all have in common: clipping, and when a tensor is updated."""
 
     def __init__(self, parameters: Parameters, train: TrainConfig, how: ExecutionConfig, backend: Backend) -> None:
-        self.parameters, self.train, self.in_place, self.backend = parameters, train, how.step_in_place, backend
+        self.parameters, self.train, self.how, self.backend = parameters, train, how, backend
+        self.in_place = how.step_in_place
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.lr = self.bias_lr = train.lr
         self.kept: dict[str, dict[str, Any]] = {}  # by a parameter's name: tensors and numbers
@@ -130,8 +129,6 @@ class Optimizer:
         """A step of these tensors, their gradients times `factor`."""
         raise NotImplementedError
 
-    # ------------------------------------------------ checkpoints
-
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """Tensors and plain numbers, by `adamw.PART.TENSOR`."""
         tensors: dict[str, torch.Tensor] = {}
@@ -155,10 +152,6 @@ class Optimizer:
 class Fused(Optimizer):
     """AdamW by the backend: one pass over memory, and moments of 4, 2 or 1 byte."""
 
-    def __init__(self, parameters: Parameters, train: TrainConfig, how: ExecutionConfig, backend: Backend) -> None:
-        super().__init__(parameters, train, how, backend)
-        self.moments = MOMENTS[how.optimizer_state]
-
     def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
         super().restore(tensors, numbers)
         if any("first" not in parts for parts in self.kept.values()):
@@ -171,17 +164,14 @@ class Fused(Optimizer):
         return self.backend.square_sum(gradient.contiguous())
 
     def _update(self, names: Iterable[str], factor: float) -> None:
-        t = self.train
+        t, dtype = self.train, MOMENTS[self.how.optimizer_state]
         for name in names:
             parameter = self.parameters[name]
             kept = self.kept.setdefault(name, {})
             if not kept:
-                kept |= {
-                    "step": 0.0,
-                    "first": torch.zeros(parameter.shape, dtype=self.moments),
-                    "second": torch.zeros(parameter.shape, dtype=self.moments),
-                }
-                if self.moments == torch.uint8:
+                zeros = torch.zeros(parameter.shape, dtype=dtype)
+                kept |= {"step": 0.0, "first": zeros, "second": zeros.clone()}
+                if dtype == torch.uint8:
                     kept["scales"] = torch.zeros(-(-parameter.numel() // MOMENT_GROUP), 2)
             kept["step"] += 1.0
             rule = AdamRule(
@@ -199,18 +189,20 @@ class Plain(Optimizer):
 
     def __init__(self, parameters: Parameters, train: TrainConfig, how: ExecutionConfig, backend: Backend) -> None:
         super().__init__(parameters, train, how, backend)
-        if how.optimizer_state == "bf16":
-            raise ConfigError(
-                "`how.optimizer_state: bf16` needs edgeft's kernels", "--set how.compile=on, or optimizer_state=8bit"
-            )
         groups = [[name] for name in parameters] if self.in_place else [list(parameters)]
-        self.parts = [_adamw(self._by_rate(group), train, how) for group in groups]
+        self.parts = [self._adamw(group) for group in groups]
         self.of = {name: self.parts[number if self.in_place else 0] for number, name in enumerate(parameters)}
 
-    def _by_rate(self, names: list[str]) -> list[dict[str, Any]]:
-        """torch's groups: weights, and biases and norms."""
-        groups = [[self.parameters[n] for n in names if is_bias_or_norm(n) == small] for small in (False, True)]
-        return [{"params": group} for group in groups if group]
+    def _adamw(self, names: list[str]) -> Any:
+        """With a group of weights, and one of biases and norms, which have another learning rate."""
+        t, rates = self.train, [[self.parameters[n] for n in names if is_bias_or_norm(n) == b] for b in (False, True)]
+        groups = [{"params": group} for group in rates if group]
+        settings: dict[str, Any] = {"lr": t.lr, "betas": (t.beta1, t.beta2), "weight_decay": t.weight_decay}
+        if self.how.optimizer_state == "8bit":
+            from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]
+
+            return AdamW8bit(groups, **settings)
+        return torch.optim.AdamW(groups, fused=True, **settings)
 
     def _update(self, names: Iterable[str], factor: float) -> None:
         names = list(names)
@@ -246,18 +238,9 @@ class Plain(Optimizer):
 class Sgd(Optimizer):
     """With momentum, as torch's."""
 
-    def __init__(self, parameters: Parameters, train: TrainConfig, how: ExecutionConfig, backend: Backend) -> None:
-        super().__init__(parameters, train, how, backend)
-        if how.optimizer_state != "fp32":
-            raise ConfigError(
-                "`train.optimizer: sgd` keeps its momentum as float32, unless weights are int8",
-                "--set how.optimizer_state=fp32, or --set update.method=qas",
-            )
-
     def _update(self, names: Iterable[str], factor: float) -> None:
         for name in names:
-            parameter = self.parameters[name].detach()
-            gradient = self.parameters[name].grad
+            parameter, gradient = self.parameters[name].detach(), self.parameters[name].grad
             assert gradient is not None
             step = gradient.mul_(factor).add_(parameter, alpha=self.train.weight_decay)
             if self.train.momentum:
@@ -269,13 +252,12 @@ class Sgd(Optimizer):
 
 def make(parameters: Parameters, train: TrainConfig, how: ExecutionConfig, backend: Backend) -> Optimizer:
     kind = Sgd if train.optimizer == "sgd" else Fused if backend.fused_adamw else Plain
+    if kind is Sgd and how.optimizer_state != "fp32":
+        raise ConfigError(
+            "`train.optimizer: sgd` keeps its momentum as float32, unless weights are int8",
+            "--set how.optimizer_state=fp32, or --set update.method=qas",
+        )
+    if kind is Plain and how.optimizer_state == "bf16":
+        needed = "--set how.compile=on, or optimizer_state=8bit"
+        raise ConfigError("`how.optimizer_state: bf16` needs edgeft's kernels", needed)
     return kind(parameters, train, how, backend)
-
-
-def _adamw(parameters: list[dict[str, Any]], train: TrainConfig, how: ExecutionConfig) -> Any:
-    settings = {"lr": train.lr, "betas": (train.beta1, train.beta2), "weight_decay": train.weight_decay}
-    if how.optimizer_state == "8bit":
-        from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]
-
-        return AdamW8bit(parameters, **settings)
-    return torch.optim.AdamW(parameters, fused=True, **settings)  # type: ignore[arg-type]

@@ -11,21 +11,47 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from edgeft.arch import Architecture
+from edgeft.data.forest import Forest
 from edgeft.data.tree import Tree
 from edgeft.engine import attention
 from edgeft.engine.backend import TORCH, Backend
-from edgeft.engine.batch import Batch
-from edgeft.engine.block import Runner, SplitRunner
+from edgeft.engine.block import DeferredResidual, Runner, add_norm, recomputed
 from edgeft.engine.linear import ComputeOptions
-from edgeft.engine.norm import DeferredResidual, add_norm
 from edgeft.engine.packed import PackedHead
-from edgeft.engine.recompute import recomputed
 
 Tensor = torch.Tensor
+
+
+@dataclass
+class Batch:
+    """Rows as one forest of T tokens."""
+
+    tokens: Tensor  # (T,)
+    positions: Tensor  # (T,) in their rows
+    tree: Tree  # which token sees which
+    at: Tensor  # (n,) where a trained target is predicted
+    targets: Tensor  # (n,)
+
+
+def batch_of(forest: Forest, rows: Sequence[int]) -> tuple[np.ndarray, Batch]:
+    """(node numbers, tensors) of the smallest forest that holds these rows."""
+    nodes = forest.nodes(rows)
+    parents = np.searchsorted(nodes, forest.parents[nodes])  # a path is whole: every parent is in `nodes`
+    parents[forest.parents[nodes] < 0] = -1
+    at = np.searchsorted(nodes, np.concatenate([forest.at[i] for i in rows]))
+    targets = np.concatenate([forest.targets[i] for i in rows])
+    return nodes, Batch(
+        tokens=torch.from_numpy(forest.tokens[nodes].astype(np.int64)),
+        positions=torch.from_numpy(forest.positions[nodes].astype(np.int64)),
+        tree=Tree(parents),
+        at=torch.from_numpy(at.astype(np.int64)),
+        targets=torch.from_numpy(targets.astype(np.int64)),
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +105,7 @@ class Stack:
         """Consecutive blocks over a batch, (T, d) → (T, d)."""
         if not self.options.backend.runs_blocks:
             return self._run_modules(hidden[None], batch.positions[None], batch.tree, blocks)[0]
-        runner = Runner(*self._running(batch, bf16))
+        runner = self._runner(batch, bf16)
         stream: DeferredResidual = (hidden, None)
         for number in blocks:
             stream = self._through(runner.block, self.layers[number], stream)
@@ -104,16 +130,15 @@ class Stack:
         normed: Tensor = self.model.norm(hidden)  # type: ignore[operator]
         return normed
 
-    def _running(self, batch: Batch, bf16: bool) -> tuple[Any, ...]:
-        """A Runner's arguments."""
+    def _runner(self, batch: Batch, bf16: bool) -> Runner:
         cos, sin = self.rotary(batch.positions[None])
-        return ComputeOptions(self.options.backend, bf16), self.config, batch.tree, (cos[0], sin[0])
+        return Runner(ComputeOptions(self.options.backend, bf16), self.config, batch.tree, (cos[0], sin[0]))
 
-    def _through(self, function: Callable[..., Any], block: nn.Module, *streams: DeferredResidual) -> Any:
+    def _through(self, function: Callable[..., Any], block: nn.Module, stream: DeferredResidual) -> DeferredResidual:
         """One block's function; its activations are kept or computed again."""
-        if self.options.recompute == "full" and _needs_gradient(block, streams):
-            return recomputed(partial(function, block), *streams)
-        return function(block, *streams)
+        if self.options.recompute == "full" and _needs_gradient(block, stream):
+            return recomputed(partial(function, block), stream)
+        return function(block, stream)  # type: ignore[no-any-return]
 
     def top(self, hidden: Tensor, batch: Batch, cut: int) -> Tensor:
         """From the trunk's output, (T, d), to the normed states (n, d) at which targets are predicted.
@@ -124,19 +149,12 @@ class Stack:
         if not options.backend.runs_blocks or cut == self.depth:
             return self.final(self.run(hidden, batch, range(cut, self.depth))[batch.at])
         queries, place = torch.unique(batch.at, return_inverse=True)  # two rows may predict at the same place
-        if batch.kept is None:
-            runner = Runner(*self._running(batch, options.bf16))
-            stream: DeferredResidual = (hidden, None)
-            for block in self.layers[cut:-1]:
-                selective = options.recompute == "selective" and _needs_gradient(block, (stream,))
-                stream = self._through(runner.selective_block if selective else runner.block, block, stream)
-            stream = runner.last_block(self.layers[-1], stream, queries)
-        else:
-            splitter = SplitRunner(batch.kept, *self._running(batch, options.bf16))
-            streams = splitter.split(hidden)
-            for block in self.layers[cut:-1]:
-                streams = self._through(splitter.both, block, *streams)
-            stream = splitter.last(self.layers[-1], *streams, queries)
+        runner = self._runner(batch, options.bf16)
+        stream: DeferredResidual = (hidden, None)
+        for block in self.layers[cut:-1]:
+            selective = options.recompute == "selective" and _needs_gradient(block, stream)
+            stream = self._through(runner.selective_block if selective else runner.block, block, stream)
+        stream = runner.last_block(self.layers[-1], stream, queries)
         return add_norm(stream, self.model.norm, options.backend)[1][place]
 
     def trunk(self, batch: Batch, cut: int) -> Tensor:
@@ -186,26 +204,8 @@ class Stack:
     def linear(self, block: int, tensor: str) -> nn.Module:
         return self.layers[block].get_submodule(self.arch.linears[tensor].path)
 
-    def dense_weight(self, block: int, tensor: str) -> Tensor:
-        """A frozen linear's weight, unpacked into memory of its own."""
-        return weight_of(self.linear(block, tensor))
 
-
-def _needs_gradient(block: nn.Module, streams: Sequence[DeferredResidual]) -> bool:
+def _needs_gradient(block: nn.Module, stream: DeferredResidual) -> bool:
     """Whether anything in this block, or below it, needs a gradient."""
-    given = [tensor for stream in streams for tensor in stream if tensor is not None]
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, *block.parameters()))
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """The dense float32 weight of any linear layer that a stack can hold."""
-    if hasattr(module, "dense_weight"):  # packed, or trained in part
-        dense: Tensor = module.dense_weight()  # type: ignore[operator]
-        return dense
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight.detach().float().clone()
-
-
-def set_submodule(root: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(root.get_submodule(parent), name, module)
+    tensors = (*stream, *block.parameters())
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

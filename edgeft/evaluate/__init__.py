@@ -1,4 +1,1 @@
-"""Evaluation: suites, metrics, scores before and after.
-
-The shipped file is measured, run by llama.cpp.
-"""
+"""Evaluation: suites, metrics, scores before and after. The exported file is measured, run by llama.cpp."""

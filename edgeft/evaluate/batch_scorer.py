@@ -10,13 +10,60 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from edgeft.data.tokens import common_prefix
-from edgeft.evaluate.branches import Branch, Cell, Step, token_nll
 from edgeft.evaluate.request import Request, Response, RowProgress
 from edgeft.plan.limits import BATCH, CELLS, OUTPUTS
 
 if TYPE_CHECKING:
     from edgeft.evaluate.llamacpp import LlamaFile
+
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(eq=False)
+class Cell:
+    """One token in the KV cache; free when no branch contains it."""
+
+    branches: int = 0
+
+
+@dataclass(eq=False)
+class Branch:
+    """One sequence: its tokens from the start of the row, each with a cell of the KV cache."""
+
+    seq: int
+    ids: list[int] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
+    wanted: dict[int, int | None] = field(default_factory=dict)  # position → token to score; None: only the likeliest
+    nll: dict[int, float] = field(default_factory=dict)  # position → nats of that token
+    likeliest: dict[int, int] = field(default_factory=dict)  # position → the likeliest next token
+    first: int = 0  # position of its first step; earlier tokens are in the cache
+    steps: list[Step] = field(default_factory=list)  # including those shared with other branches
+
+
+@dataclass(eq=False)
+class Step:
+    """One token to compute, for all branches that contain it."""
+
+    token: int
+    position: int
+    cell: Cell
+    branches: list[Branch]
+
+    @property
+    def needs_logits(self) -> bool:
+        return any(self.position in branch.wanted for branch in self.branches)
+
+
+def token_nll(logits: Floats, token: int) -> float:
+    """-log p(token), in nats."""
+    top = logits.max()
+    return float(np.log(np.exp(logits - top).sum(dtype=np.float64)) + float(top) - float(logits[token]))
+
 
 OPTIONS = 16  # of one prompt at a time: each is one sequence
 
@@ -85,9 +132,8 @@ class BatchScorer:
         if not self.waiting:
             return self.responses
         sizes = [len(j.prompt) + sum(len(o) - 1 for o in j.options.values()) + j.room for j in self.waiting]
-        most = max(max(1, len(job.options)) for job in self.waiting)
-        branches = sum(max(1, len(job.options)) for job in self.waiting)
-        sequences = max(most, min(self.file.parallel, branches))
+        branches = [max(1, len(job.options)) for job in self.waiting]
+        sequences = max(*branches, min(self.file.parallel, sum(branches)))
         self.file.reserve(max(sizes), sequences, preferred=min(CELLS, sum(sizes)))
         self.free = list(range(sequences, 0, -1))
         try:
@@ -203,11 +249,10 @@ class BatchScorer:
                 self.running.append(job)
 
     def _ended(self, job: _Job) -> bool:
-        over = self.file.ends_generation(job.output[-1])
-        if not over and len(job.output) < job.room:
-            return False
-        if over:
+        if self.file.ends_generation(job.output[-1]):
             job.output.pop()
+        elif len(job.output) < job.room:
+            return False
         self._release(job.branches[0])
         self.reserved -= job.room
         self.work += 1

@@ -6,9 +6,8 @@ The model always reads the whole conversation in the chat template of the file; 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 from edgeft.arch.check import check_model
 from edgeft.errors import DataError, RunError
@@ -16,14 +15,11 @@ from edgeft.evaluate.llamacpp import LlamaFile, Sampling
 from edgeft.formats.tokenizer import open_tokenizer, render
 from edgeft.run.folder import Run
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 MAX_CTX = 4096  # tokens of the KV cache, even if the model allows more
 MIN_ANSWER = 64  # tokens; old turns are dropped where less is left for an answer
 
 
-class Chat:
+class Chat(AbstractContextManager["Chat"]):
     """Holds the messages; `notices` are for the user, about the last answer."""
 
     def __init__(
@@ -43,13 +39,7 @@ class Chat:
         self.messages: list[dict[str, str]] = []  # user and assistant in turn, without the system message
         self.notices: list[str] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.file.close()
 
     def ask(self, question: str) -> Iterator[str]:

@@ -12,27 +12,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgeft.arch.check import check_model
-from edgeft.config import EvalConfig, Recipe
+from edgeft.config import Recipe
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
-from edgeft.errors import DataError, RunError
-from edgeft.evaluate.request import row_progress
+from edgeft.errors import ConfigError, DataError, RunError
+from edgeft.evaluate import leak
+from edgeft.evaluate.request import Scorer, row_progress
+from edgeft.evaluate.score import Scores, compare, from_json, score_items, to_json
+from edgeft.evaluate.suite import Item, Suite, from_run, load_suite, make_items, read_items
 from edgeft.formats.gguf import GGUF
-from edgeft.formats.source import demo_model, is_gguf, model_source
+from edgeft.formats.source import demo_model, is_gguf, model_id, model_source
+from edgeft.formats.tokenizer import Tokenizer, open_tokenizer
 from edgeft.run.events import EvalEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train.build import trained_stack
-
-if TYPE_CHECKING:
-    from edgeft.evaluate.leak import Leak
-    from edgeft.evaluate.request import Scorer
-    from edgeft.evaluate.score import Scores
-    from edgeft.evaluate.suite import Item, Suite
-    from edgeft.formats.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,6 @@ class Subject:
     @property
     def identity(self) -> str:
         """Cache key that changes with the weights."""
-        from edgeft.formats.hub import model_id
-
         file = self.run.best if self.run else Path(self.source)
         changed = file.stat().st_mtime_ns if file.is_file() else 0
         return f"{model_id(self.source)}|{model_id(str(file))}|{changed}|{self.trainer}"
@@ -58,18 +53,15 @@ class Subject:
     @contextmanager
     def opened(self, longest: int, tokens: int = 0) -> Iterator[tuple[Scorer, Tokenizer]]:
         """longest: tokens of the longest row with its answer; tokens: of all rows, 0 if no faster copy may be made."""
-        from edgeft.formats.tokenizer import open_tokenizer
-
         tokenizer = open_tokenizer(self.source)
         if not self.trainer:
-            from edgeft.evaluate.fast_types import with_fast_types
-            from edgeft.evaluate.llamacpp import LlamaFile
+            from edgeft.evaluate.llamacpp import LlamaFile, with_fast_types
 
             n_ctx, room = max(2048, 4 * longest), self.room_bytes
             with with_fast_types(self.source, tokens, room) as place, LlamaFile(place, n_ctx, room_bytes=room) as file:
                 yield file, tokenizer
             return
-        from edgeft.engine.load_gguf import load
+        from edgeft.engine.load import load
         from edgeft.evaluate.stack_scorer import StackScorer
 
         stack = trained_stack(self.run)[0] if self.run else load(self.source, self.frozen)
@@ -77,16 +69,9 @@ class Subject:
 
 
 def score_subject(
-    subject: Subject,
-    items: list[Item],
-    suite: Suite,
-    progress: Progress,
-    store: Run | None = None,
-    again: bool = False,
+    subject: Subject, items: list[Item], suite: Suite, progress: Progress, store: Run | None = None, again: bool = False
 ) -> Scores:
     """Scores of one model; from the run folder `store` if they are there, unless `again`."""
-    from edgeft.evaluate.score import from_json, score_items, to_json
-
     file: Path | None = None
     max_new = suite.eval.max_new_tokens
     if store:
@@ -111,22 +96,16 @@ def score_subject(
     return scores
 
 
-def score_file(path: str, rows: list[Encoded], max_new: int, progress: Progress, name: str) -> Scores:
-    """A GGUF file in llama.cpp on encoded rows."""
-    from edgeft.evaluate.suite import Suite, make_items
-
-    suite = Suite(eval=EvalConfig(max_new_tokens=max_new))
-    return score_subject(Subject(name, path), make_items(suite, rows), suite, progress)
-
-
 def evaluate_run(run: Run, rows: list[Encoded], progress: Progress, base: str | None = None) -> dict[str, Any]:
     """The base and the tuned model, both in the trainer, on rows of the run."""
-    source = model_source(run.recipe.model.path)
-    subjects = [
-        Subject("base", base or source, frozen=run.effective.model.frozen, trainer=True),
-        Subject("tuned", source, run, trainer=True),
-    ]
+    subjects = _in_trainer(run, base, run.effective.model.frozen)
     return _compare_on_rows(subjects, run, rows, run.recipe.eval.max_new_tokens, progress)
+
+
+def _in_trainer(run: Run, base: str | None, frozen: str) -> list[Subject]:
+    source = model_source(run.recipe.model.path)
+    before = Subject("base", base or source, frozen=frozen, trainer=True)
+    return [before, Subject("tuned", source, run, trainer=True)]
 
 
 def evaluate_files(
@@ -140,11 +119,8 @@ def evaluate_files(
 def _compare_on_rows(
     subjects: list[Subject], run: Run | None, rows: list[Encoded], max_new: int, progress: Progress
 ) -> dict[str, Any]:
-    from edgeft.evaluate.score import load_suite
-    from edgeft.evaluate.suite import make_items
-
     suite = load_suite("qa")
-    suite.eval.max_new_tokens = max_new
+    suite.eval = replace(suite.eval, max_new_tokens=max_new)
     result = compare_subjects(subjects, make_items(suite, rows), suite, progress, run)
     if run:
         run.write_json(run.evaluation, result)
@@ -160,32 +136,25 @@ def compare_subjects(
     again: bool = False,
 ) -> dict[str, Any]:
     """The last subject against the first; leaks are reported before anything is scored."""
-    from edgeft.evaluate.score import compare
-
     leaks = find_leaks(run, items, progress) if run else []
     scores = [score_subject(subject, items, suite, progress, run, again) for subject in subjects]
     result = compare(scores[0] if len(scores) > 1 else None, scores[-1], suite=suite)
     return result | {"leaks": [asdict(leak) for leak in leaks]}
 
 
-def find_leaks(run: Run, items: list[Item], progress: Progress) -> list[Leak]:
+def find_leaks(run: Run, items: list[Item], progress: Progress) -> list[leak.Leak]:
     """Held-out rows that are equal or similar to a training row."""
-    from edgeft.evaluate import leak
-    from edgeft.formats.tokenizer import open_tokenizer
-
     if not run.tokens.is_file():
         return []
     train = data_tokens.load(run.tokens)[0]
-    rows = [item.row for item in items]
-    if any(not encoded.row.messages for encoded in train):  # plain text is stored as its tokens
+    texts, rows = [encoded.row for encoded in train], [item.row for item in items]
+    if not all(row.messages for row in texts):  # plain text is stored as its tokens
         tokenizer = open_tokenizer(model_source(run.recipe.model.path))
         texts = [replace(e.row, text=tokenizer.decode(e.ids)) if not e.row.messages else e.row for e in train]
         rows = [
             replace(i.row, text=i.row.text or tokenizer.decode(i.request.prompt)) if not i.row.messages else i.row
             for i in items
         ]
-    else:
-        texts = [encoded.row for encoded in train]
     leaks = leak.find(texts, rows)
     if leaks:
         exact = sum(one.kind == "exact" for one in leaks)
@@ -206,22 +175,14 @@ def run_of(place: Path) -> Run | None:
 def sources(target: str) -> list[str | None]:
     """Default sources of the model and the rows of `edgeft eval TARGET`."""
     run = run_of(Path(target))
-    if run is None:
-        return []
-    return [model_source(run.recipe.model.path), run.recipe.data.path, run.recipe.data.heldout]
+    return [model_source(run.recipe.model.path), run.recipe.data.path, run.recipe.data.heldout] if run else []
 
 
 def subjects_of(target: str, base: str | None, progress: Progress) -> tuple[list[Subject], Run | None]:
     """The models that `edgeft eval TARGET` compares, base first; the run they belong to."""
     run = run_of(Path(target))
-    is_run = run is not None and run.path == Path(target)
-    if run is not None and is_run:
-        source = model_source(run.recipe.model.path)
-        frozen = run.effective.model.frozen if not base else "auto"
-        return [
-            Subject("base", base or source, frozen=frozen, trainer=True),
-            Subject("tuned", source, run, trainer=True),
-        ], run
+    if run is not None and run.path == Path(target):
+        return _in_trainer(run, base, run.effective.model.frozen if not base else "auto"), run
     check_model(target)
     origin = base or (model_source(run.recipe.model.path) if run else base_of(target))
     if origin is None:
@@ -244,9 +205,6 @@ class Evaluation:
 
 def evaluate(options: Evaluation, progress: Progress) -> dict[str, Any]:
     """The target and its base model on the same rows; the result is also written to the run folder."""
-    from edgeft.evaluate.suite import from_run, load_suite, make_items, read_items
-    from edgeft.formats.tokenizer import open_tokenizer
-
     data = options.data
     suite = load_suite(options.suite or "qa")
     subjects, run = subjects_of(options.target, options.base, progress)
@@ -254,13 +212,13 @@ def evaluate(options: Evaluation, progress: Progress) -> dict[str, Any]:
     if options.suite is None:
         suite.eval = recipe.eval
     rows = options.limit or suite.eval.rows
-    own = data is None and suite.data.path is None and run is not None
-    if own and run is not None and not run.tokens.is_file():
-        raise RunError(f"{run.path} holds no rows to score", "name a file with --data")
-    if own and run is not None and suite.prompt == "chat" and suite.score not in ("choice", "mixed"):
-        items = make_items(suite, data_tokens.load(run.tokens)[1][:rows])
+    own = run if data is None and suite.data.path is None else None
+    if own and not own.tokens.is_file():
+        raise RunError(f"{own.path} holds no rows to score", "name a file with --data")
+    if own and suite.prompt == "chat" and suite.score not in ("choice", "mixed"):
+        items = make_items(suite, data_tokens.load(own.tokens)[1][:rows])
         if not items:
-            raise DataError(f"{run.path} has no held-out rows", "name a file with --data")
+            raise DataError(f"{own.path} has no held-out rows", "name a file with --data")
     else:
         config = replace(recipe.data, path=data, heldout=None) if data else from_run(suite, recipe.data)
         items = read_items(suite, config, open_tokenizer(subjects[-1].source), rows)
@@ -275,8 +233,11 @@ def evaluate_harness(
     target: str, tasks: list[str], base: str | None, limit: int | None, progress: Progress
 ) -> dict[str, Any]:
     """Tasks of lm-evaluation-harness on the tuned and the base model."""
-    from edgeft.evaluate.harness import run_tasks
-
+    try:
+        from edgeft.evaluate.harness import run_tasks
+    except ImportError:
+        hint = "install it with `pip install 'edgeft[lm-eval]'`"
+        raise ConfigError("lm-evaluation-harness is not installed", hint) from None
     subjects, run = subjects_of(target, base, progress)
     result: dict[str, Any] = {"tasks": tasks, "base": None}
     for subject in subjects:
@@ -291,11 +252,6 @@ def base_of(target: str) -> str | None:
     """The base model of an exported file, if it is in the same folder or is the embedded one."""
     if not is_gguf(target):
         return None
-    name = GGUF.open(target).get_key("edgeft.base")
-    if not isinstance(name, str) or not name:
-        return None
-    embedded = demo_model()
-    for candidate in (Path(target).parent / Path(name).name, embedded):
-        if candidate is not None and candidate.name == name and candidate.is_file():
-            return str(candidate)
-    return None
+    name = str(GGUF.open(target).get_key("edgeft.base"))
+    candidates = [path for path in (Path(target).with_name(Path(name).name), demo_model()) if path is not None]
+    return next((str(path) for path in candidates if path.name == name and path.is_file()), None)

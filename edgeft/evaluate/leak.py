@@ -6,7 +6,7 @@ Another question on the same passage is no leak: questions are compared, and the
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,7 +58,6 @@ class _Index:
 
     def __init__(self, rows: list[frozenset[str]]) -> None:
         self.rows = rows
-        self.count = Counter(piece for row in rows for piece in row)
         self.where: dict[str, list[int]] = defaultdict(list)
         for i, row in enumerate(rows):
             for piece in row:
@@ -66,11 +65,10 @@ class _Index:
 
     def like(self, pieces: frozenset[str], least: float, contained: bool) -> list[tuple[int, float]]:
         """(row, similarity) from `least` up: Jaccard, or with `contained` the share of `pieces` in the row."""
-        rarest = sorted(pieces, key=lambda p: (self.count[p], p))[: int((1 - least) * len(pieces)) + 1]
+        rarest = sorted(pieces, key=lambda p: (len(self.where.get(p, ())), p))[: int((1 - least) * len(pieces)) + 1]
         near = {i for piece in rarest for i in self.where.get(piece, ())}
-        shares = (
-            (i, len(pieces & self.rows[i]) / (len(pieces) if contained else len(pieces | self.rows[i]))) for i in near
-        )
+        sizes = ((i, len(pieces) if contained else len(pieces | self.rows[i])) for i in near)
+        shares = ((i, len(pieces & self.rows[i]) / size) for i, size in sizes)
         return sorted((i, share) for i, share in shares if share >= least)
 
 

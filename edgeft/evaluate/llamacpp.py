@@ -8,61 +8,31 @@ from __future__ import annotations
 import codecs
 import ctypes
 import os
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from edgeft.arch.check import check_file
 from edgeft.data.tokens import common_prefix
 from edgeft.errors import ModelError
-from edgeft.evaluate.batch_scorer import BatchScorer
-from edgeft.evaluate.branches import Branch, Cell, Floats, Step
+from edgeft.evaluate.batch_scorer import BatchScorer, Branch, Cell, Floats, Step
 from edgeft.evaluate.request import Request, Response, RowProgress
-from edgeft.formats.ggml import F16, F32
+from edgeft.formats import ggml
+from edgeft.formats.ggml import F16, F32, SLOW
+from edgeft.formats.gguf import GGUF, NewTensor, TensorInfo, write
+from edgeft.formats.tokenizer import LLAMA_ERRORS, filled, quiet_llama
 from edgeft.host import device
 from edgeft.host.system import allowed_cpus
-from edgeft.plan.limits import BATCH, CACHE_BYTES, CACHE_SHARE, OUTPUTS
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from edgeft.data.tokens import Encoded
-
+from edgeft.plan.limits import BATCH, CACHE_BYTES, CACHE_SHARE, LEAST_TOKENS, MEMORY_SHARE, OUTPUTS
 
 COPY_SHARE = 0.4  # of the usable memory, at most, for a copy of the weights
-
 CHUNK = 32  # tokens of one row read in one call, where it is alone
-
 FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED: cells of other rows are skipped, not multiplied and masked
-
-ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
-
-_errors: deque[str] = deque(maxlen=8)  # error messages of llama.cpp, newest last
-
-
-def _remember(level: int, text: bytes | None, _data: object) -> None:
-    if level == ERROR_LEVEL and text:
-        _errors.append(text.decode("utf-8", "replace").strip())
-
-
-_callback: Any = None  # llama.cpp keeps a bare pointer: the reference must outlive every call
-
-
-def _library() -> Any:
-    """The low-level module of llama-cpp-python, with the output of llama.cpp turned off."""
-    import llama_cpp.llama_cpp as api
-
-    global _callback
-    if _callback is None:
-        _callback = api.llama_log_callback(_remember)
-        api.llama_backend_init()
-    api.llama_log_set(_callback, None)
-    return api
 
 
 @dataclass(frozen=True)
@@ -75,7 +45,7 @@ class Sampling:
     seed: int | None = None
 
 
-class LlamaFile:
+class LlamaFile(AbstractContextManager["LlamaFile"]):
     """A GGUF file opened in llama.cpp. The KV cache is allocated with the first rows, as large as they need."""
 
     def __init__(
@@ -91,8 +61,8 @@ class LlamaFile:
         if not self.path.is_file():
             raise ModelError(f"no file {self.path}", "give the path of a GGUF file")
         check_file(self.path)  # llama.cpp may abort on a damaged file
-        api = self._api = _library()
-        _errors.clear()
+        api = self._api = quiet_llama()
+        LLAMA_ERRORS.clear()
         self.room_bytes = usable_bytes(room_bytes)
         params = api.llama_model_default_params()
         # Weights repacked for faster products are a copy of the whole file in memory; the file itself is mapped, and
@@ -101,7 +71,7 @@ class LlamaFile:
         self._model = api.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self._model:
             # the first line names the cause, later ones only say that loading failed
-            reason = f": {_errors[0]}" if _errors else ""
+            reason = f": {LLAMA_ERRORS[0]}" if LLAMA_ERRORS else ""
             raise ModelError(f"llama.cpp cannot load {self.path}{reason}", "check that it is a complete GGUF file")
         self._vocab = api.llama_model_get_vocab(self._model)
         self.vocab_size: int = api.llama_vocab_n_tokens(self._vocab)
@@ -117,10 +87,7 @@ class LlamaFile:
         self.held = Branch(0)  # the last tokens read, for rows that share them
         self._make_batch()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -131,78 +98,34 @@ class LlamaFile:
             self._api.llama_model_free(self._model)
         self._ctx = self._model = self._api = None  # a later call is a Python error, not a crash
 
-    # ------------------------------------------------------------ text and tokens
-
     def tokenize(self, text: str, special: bool = True, add_bos: bool = True) -> list[int]:
         """special: parse `<|im_end|>` and the like as tokens; add_bos: if the model wants one and it is missing."""
         data = text.encode("utf-8")
-        room = len(data) + 8
-        while True:
-            buffer = (ctypes.c_int32 * room)()
-            n = self._api.llama_tokenize(self._vocab, data, len(data), buffer, room, add_bos, special)
-            if n >= 0:
-                break
-            room = -n
-        ids = list(buffer[:n])
+        call = partial(self._api.llama_tokenize, self._vocab, data, len(data))
+        ids: list[int] = filled(ctypes.c_int32, len(data) + 8, lambda buffer, n: call(buffer, n, add_bos, special))
         bos = self._api.llama_vocab_bos(self._vocab)
         return ids[1:] if add_bos and ids[:2] == [bos, bos] else ids
 
-    def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
-        given = (ctypes.c_int32 * len(ids))(*(int(i) for i in ids))
-        room = 16 * len(ids) + 16
-        while True:
-            buffer = ctypes.create_string_buffer(room)
-            n = self._api.llama_detokenize(self._vocab, given, len(ids), buffer, room, not special, special)
-            if n >= 0:
-                return buffer.raw[:n].decode("utf-8", "replace")
-            room = -n
-
     def piece(self, token: int) -> bytes:
         """Bytes of a token, maybe part of a character; empty for special tokens."""
-        room = 64
-        while True:
-            buffer = ctypes.create_string_buffer(room)
-            n = self._api.llama_token_to_piece(self._vocab, token, buffer, room, 0, False)
-            if n >= 0:
-                return buffer.raw[:n]
-            room = -n
+        call = partial(self._api.llama_token_to_piece, self._vocab, token)
+        return bytes(filled(ctypes.c_char, 64, lambda buffer, size: call(buffer, size, 0, False)))
 
     def ends_generation(self, token: int) -> bool:
         """True if this token ends a generation."""
         return bool(self._api.llama_vocab_is_eog(self._vocab, token))
 
-    # ------------------------------------------------------------ logits and loss
-
     def target_logits(self, ids: Sequence[int], positions: Sequence[int]) -> Floats:
         """(len(positions), vocab): logits after each of these positions."""
-        row = [int(i) for i in ids]
-        where = [int(p) for p in positions]
+        row, where = [int(i) for i in ids], [int(p) for p in positions]
         if any(not 0 <= p < len(row) for p in where):
-            raise ValueError(f"positions must lie in a row of {len(row)} tokens")
+            raise ValueError(f"positions must be in a row of {len(row)} tokens")
         if not where:
             return np.zeros((0, self.vocab_size), np.float32)
         end = max(where) + 1  # later tokens are not needed
         self.reserve(end, 1)
         logits = {p: view.copy() for p, view in self._extend(row[:end], sorted(set(where)))}
         return np.stack([logits[p] for p in where])
-
-    # ------------------------------------------------------------ loss and answers
-
-    def loss(self, rows: Sequence[Encoded], progress: RowProgress | None = None) -> tuple[float, int]:
-        """(sum of the negative log-likelihoods of all trained tokens in nats, number of these tokens)."""
-        requests = [
-            Request([int(i) for i in row.ids], [int(i) + 1 for i in np.flatnonzero(row.trained[1:])]) for row in rows
-        ]
-        return sum(one.prompt_nll for one in self.respond(requests, 0, progress)), sum(
-            len(request.targets) for request in requests
-        )
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new: int, progress: RowProgress | None = None
-    ) -> list[list[int]]:
-        """Greedy answers without their end-of-generation token, in the order of the prompts."""
-        requests = [Request([int(i) for i in prompt], generate=True) for prompt in prompts]
-        return [one.output for one in self.respond(requests, max_new, progress)]
 
     def respond(self, requests: Sequence[Request], max_new: int, progress: RowProgress | None = None) -> list[Response]:
         """All responses from one pass over each prompt; shared prefixes are computed once."""
@@ -234,8 +157,6 @@ class LlamaFile:
             yield rest
         return ended
 
-    # ------------------------------------------------------------ the KV cache
-
     def reserve(self, needed: int, sequences: int, preferred: int = 0, kind: int = F32) -> None:
         """A KV cache of at least `needed` cells, of `preferred` if the memory for keys and values allows.
 
@@ -262,25 +183,21 @@ class LlamaFile:
         params.n_batch = params.n_ubatch = BATCH
         params.n_outputs_max = params.n_outputs_max_per_seq = OUTPUTS
         params.n_threads = params.n_threads_batch = self.threads
-        _errors.clear()
+        LLAMA_ERRORS.clear()
         self._ctx = api.llama_init_from_model(self._model, params)
         self.held, self.used, self.cells, self._sequences = Branch(0), 0, 0, 0
         if not self._ctx:
-            reason = f": {_errors[0]}" if _errors else ""
-            raise ModelError(
-                f"llama.cpp cannot create a context of {cells} tokens for {self.path}{reason}",
-                "use shorter rows or a smaller model",
-            )
+            reason = f": {LLAMA_ERRORS[0]}" if LLAMA_ERRORS else ""
+            what = f"llama.cpp cannot create a context of {cells} tokens for {self.path}{reason}"
+            raise ModelError(what, "use shorter rows or a smaller model")
         self._memory = api.llama_get_memory(self._ctx)
         self.cells, self._sequences, self._kind = cells, sequences + 1, kind
 
     def check_length(self, tokens: int) -> None:
         """ModelError for a row longer than the context."""
         if tokens > self.n_ctx:
-            raise ModelError(
-                f"a row of {tokens} tokens does not fit in a context of {self.n_ctx}",
-                "shorten the row or open the file with a longer context",
-            )
+            what = f"a row of {tokens} tokens does not fit in a context of {self.n_ctx}"
+            raise ModelError(what, "shorten the row or open the file with a longer context")
 
     def copy(self, source: Branch, target: Branch, length: int) -> None:
         """Start an empty branch with the first `length` cells of another; nothing is computed."""
@@ -330,8 +247,6 @@ class LlamaFile:
             self.append_cells(self.held, [step.cell for step in steps])
             yield from ((step.position, logits) for step, logits in self.decode(steps))
 
-    # ------------------------------------------------------------ one call of llama_decode
-
     def _make_batch(self) -> None:
         """A llama_batch over numpy arrays: filled by slices, freed with this object."""
         self._tokens, self._positions, self._counts = (np.zeros(BATCH, np.int32) for _ in range(3))
@@ -363,10 +278,8 @@ class LlamaFile:
         code = self._api.llama_decode(self._ctx, self._batch)
         if code != 0:
             self.clear()
-            raise ModelError(
-                f"llama.cpp stopped with code {code} on {self.path}",
-                "check that the tokens of the row are from this model's vocabulary",
-            )
+            hint = "check that the tokens of the row are from this model's vocabulary"
+            raise ModelError(f"llama.cpp stopped with code {code} on {self.path}", hint)
         for i, step in enumerate(steps):
             if self._flags[i]:
                 logits = self._api.llama_get_logits_ith(self._ctx, i)
@@ -386,7 +299,48 @@ def _sample(logits: Floats, sampling: Sampling, random: np.random.Generator) -> 
     p = np.exp(scaled)
     p /= p.sum()
     order = np.argsort(-p)
-    kept = order[
-        : int(np.searchsorted(np.cumsum(p[order]), sampling.top_p)) + 1
-    ]  # the fewest tokens with top_p of the probability
+    kept = order[: int(np.searchsorted(np.cumsum(p[order]), sampling.top_p)) + 1]  # the fewest that reach top_p
     return int(random.choice(kept, p=p[kept] / p[kept].sum()))
+
+
+WIDE = ggml.F16
+
+
+@contextmanager
+def with_fast_types(path: str | Path, tokens: int, room_bytes: int = 0) -> Iterator[Path]:
+    """The file itself, or a copy in memory if that pays off for this many tokens, deleted with the context.
+
+    room_bytes: memory limit of this process, 0: the available memory.
+    """
+    source = Path(path)
+    if tokens < LEAST_TOKENS or not hasattr(os, "memfd_create"):  # Linux only
+        yield source
+        return
+    base = GGUF.open(source)
+    tensors = [
+        _widened(base, info) if _slow(base, info) else base.unchanged(name) for name, info in base.tensors.items()
+    ]
+    size = sum(tensor.nbytes for tensor in tensors)
+    if size == sum(i.nbytes for i in base.tensors.values()) or size > MEMORY_SHARE * usable_bytes(room_bytes):
+        yield source
+        return
+    with open(os.memfd_create(source.name), "wb") as file:
+        write(file, [base.record(key) for key in base.records], tensors, base.alignment)
+        yield Path(f"/proc/self/fd/{file.fileno()}")
+
+
+def _slow(base: GGUF, info: TensorInfo) -> bool:
+    """True for a matrix in a slow type that is multiplied; an embedding that is not also the head is only looked up."""
+    multiplied = info.name != "token_embd.weight" or "output.weight" not in base.tensors
+    return ggml.type_name(info.type) in SLOW and len(info.shape) == 2 and multiplied
+
+
+def _widened(base: GGUF, info: TensorInfo) -> NewTensor:
+    columns, rows = info.shape
+
+    def values() -> np.ndarray:
+        dense = np.empty((rows, columns), np.float32)
+        ggml.unpack(base.bytes(info.name), info.type, dense)
+        return ggml.pack(dense, WIDE)
+
+    return NewTensor(info.name, info.shape, WIDE, rows * ggml.row_bytes(WIDE, columns), values)

@@ -12,7 +12,7 @@ from typing import Any
 
 from edgeft.errors import ConfigError, DataError
 from edgeft.evaluate import metrics
-from edgeft.evaluate.paired import LEVEL, bootstrap
+from edgeft.evaluate.metrics import LEVEL, bootstrap
 from edgeft.evaluate.request import Response, RowProgress, Scorer
 from edgeft.evaluate.suite import METRICS, Item, Suite, load_suite, suites
 from edgeft.formats.tokenizer import Tokenizer
@@ -55,10 +55,6 @@ class Record:
 class Scores:
     records: list[Record] = field(default_factory=list)  # in the rows' order
 
-    @property
-    def rows(self) -> int:
-        return len(self.records)
-
     def figure(self, name: str) -> float | None:
         if name in LOWER_IS_BETTER:
             tokens = sum(r.tokens for r in self.records)
@@ -79,11 +75,7 @@ class Scores:
 
 
 def score_items(
-    scorer: Scorer,
-    tokenizer: Tokenizer,
-    items: Sequence[Item],
-    suite: Suite,
-    progress: RowProgress | None = None,
+    scorer: Scorer, tokenizer: Tokenizer, items: Sequence[Item], suite: Suite, progress: RowProgress | None = None
 ) -> Scores:
     if not items:
         raise DataError("no held-out rows to score", "name a file with --data")
@@ -139,16 +131,13 @@ def nearest_label(output: str, labels: Sequence[str]) -> str | None:
     return max(inside, key=lambda label: len(plain[label]), default=None)
 
 
-# ---------------------------------------------------------------- base against tuned
-
-
 def compare(base: Scores | None, tuned: Scores, examples: int = 4, suite: Suite | None = None) -> dict[str, Any]:
     """The JSON of `edgeft eval`; both have the same rows."""
     suite = suite or Suite()
     result: dict[str, Any] = {
         "suite": suite.name or "qa",
         "version": suite.version,
-        "rows": tuned.rows,
+        "rows": len(tuned.records),
         "base": base.figures(suite.metrics) if base else None,
         "tuned": tuned.figures(suite.metrics),
     }
@@ -169,11 +158,10 @@ def difference(base: Scores, tuned: Scores, names: Sequence[str], guard: bool = 
         else:
             both = [(getattr(b, name), getattr(t, name)) for b, t in pairs]
             value, low, high = bootstrap([100 * (t - b) for b, t in both if t is not None])
-        differences[name] = {"value": value, "low": _finite(low), "high": _finite(high), "level": LEVEL}
-    order = sorted(range(len(pairs)), key=lambda i: pairs[i][1].worth - pairs[i][0].worth)
+        ends = [end if math.isfinite(end) else None for end in (low, high)]
+        differences[name] = {"value": value, "low": ends[0], "high": ends[1], "level": LEVEL}
     changes = []
-    for i in order:
-        before, after = pairs[i]
+    for before, after in sorted(pairs, key=lambda pair: pair[1].worth - pair[0].worth):
         gain = after.worth - before.worth
         if abs(gain) > (1e-9 if after.f1 is not None or after.accuracy is not None else NO_CHANGE):
             changes.append(_pair(before, after) | {"gain": round(gain, 4)})
@@ -206,37 +194,23 @@ def verdict(differences: dict[str, Any], guard: bool = False) -> dict[str, Any] 
     return next(iter(worse + verdicts), None)
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _pair(before: Record | None, after: Record) -> dict[str, Any]:
-    return {
-        "question": after.question,
-        "answers": after.answers,
-        "base": before.output if before else None,
-        "tuned": after.output,
-    }
+    base = before.output if before else None
+    return {"question": after.question, "answers": after.answers, "base": base, "tuned": after.output}
 
 
 def pick_examples(base: Scores | None, tuned: Scores, wanted: int) -> list[dict[str, Any]]:
     """A few rows for the reader: gains, spread over the set, and the worst row last, so that it does not mislead."""
-    pairs = [
-        (before, after)
-        for before, after in zip(base.records if base else tuned.records, tuned.records, strict=True)
-        if after.output is not None
-    ]
+    both = zip((base or tuned).records, tuned.records, strict=True)
+    pairs = [(before, after) for before, after in both if after.output is not None]
     gains = [after.worth - before.worth for before, after in pairs]
     order = sorted(range(len(pairs)), key=lambda i: (pairs[i][1].worth, gains[i]))
     worst = [i for i in order[:1] if not (pairs[i][1].contains or pairs[i][1].accuracy)][: max(wanted - 1, 0)]
-    better = [i for i in range(len(pairs)) if (gains[i] > 0 or not base) and i not in worst]
-    better = better or [i for i in range(len(pairs)) if i not in worst]
+    others = [i for i in range(len(pairs)) if i not in worst]
+    better = [i for i in others if gains[i] > 0 or not base] or others
     room = wanted - len(worst)
     spread = [better[k * len(better) // room] for k in range(room)] if len(better) > room else better
     return [_pair(pairs[i][0] if base else None, pairs[i][1]) for i in [*spread, *worst]]
-
-
-# ---------------------------------------------------------------- on disk
 
 
 def to_json(scores: Scores) -> dict[str, Any]:

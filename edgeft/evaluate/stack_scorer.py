@@ -10,8 +10,7 @@ import torch
 from edgeft.data.forest import Forest
 from edgeft.data.rows import Row
 from edgeft.data.tokens import Encoded
-from edgeft.engine.batch import batch_of
-from edgeft.engine.stack import Stack
+from edgeft.engine.stack import Stack, batch_of
 from edgeft.evaluate.request import Request, Response, RowProgress
 
 TOKENS_PER_BATCH = 2048

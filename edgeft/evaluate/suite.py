@@ -15,7 +15,7 @@ import numpy as np
 
 from edgeft.config import DataConfig, EvalConfig, build, exists, knob, place, read_yaml, shipped
 from edgeft.data import files
-from edgeft.data.rows import Reader, Row
+from edgeft.data.rows import Reader, Row, question_row
 from edgeft.data.tokens import Encoded, common_prefix, encode_rows, prompt_ids
 from edgeft.errors import ConfigError, DataError
 from edgeft.evaluate.request import Request
@@ -71,25 +71,18 @@ def load_suite(name: str) -> Suite:
         try:
             sandbox.check("search", suite.take)
         except (sandbox.Broken, sandbox.Failed) as error:
-            raise ConfigError(
-                f"`take` {suite.take[:80]!r} is not a regular expression with a group: {error}",
-                "put the part that is the answer in ( )",
-            ) from None
+            what = f"`take` {suite.take[:80]!r} is not a regular expression with a group: {error}"
+            raise ConfigError(what, "put the part that is the answer in ( )") from None
     if suite.prompt != "chat":
         try:
             sandbox.check("prompt", suite.prompt)
         except (sandbox.Broken, sandbox.Failed) as error:
-            raise ConfigError(
-                f"`prompt` is not a jinja template: {error}", "for example 'Question: {{question}}\\nAnswer:'"
-            ) from None
-    for key in ("path", "heldout"):
-        named = getattr(suite.data, key)
-        if named and exists(path.parent / named):
-            setattr(suite.data, key, str(path.parent / named))
+            hint = "for example 'Question: {{question}}\\nAnswer:'"
+            raise ConfigError(f"`prompt` is not a jinja template: {error}", hint) from None
+    rows, heldout = suite.data.path, suite.data.heldout
+    beside = [str(path.parent / name) if name and exists(path.parent / name) else name for name in (rows, heldout)]
+    suite.data = replace(suite.data, path=beside[0], heldout=beside[1])
     return suite
-
-
-# ---------------------------------------------------------------- items
 
 
 @dataclass
@@ -212,9 +205,7 @@ def _choice(suite: Suite, record: dict[str, Any], where: str, tokenizer: Tokeniz
         raise files.Unusable(f"the answer {answer!r} is not among the choices")
     question, context = str(record["question"]).strip(), str(record.get("context") or "").strip()
     user = f"{context}\n\n{question}" if context else question
-    row = Row(
-        [{"role": "user", "content": user}, {"role": "assistant", "content": texts[right]}], [texts[right]], context
-    )
+    row = question_row(user, [texts[right]], context)
     row.source = where
     prompt, options = _continued(tokenizer, *_prompt(suite, row, tokenizer), texts)
     return Item("choice", Request(prompt, [], options), question, [texts[right]], row, texts, right)

@@ -8,53 +8,35 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from gguf.constants import LlamaFileType, TokenType
 
+from edgeft.arch import Architecture
+from edgeft.arch.check import read_config
 from edgeft.errors import ExportError
+from edgeft.export.gguf import check_place, place
 from edgeft.formats import ggml
 from edgeft.formats.gguf import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, NewTensor, encode_record
-from edgeft.formats.splitters import splitter_name
-from edgeft.formats.vocabulary import BYTE_LEVEL, SENTENCEPIECE
-
-if TYPE_CHECKING:
-    from edgeft.arch import Architecture
-    from edgeft.formats.safetensors import Weights
+from edgeft.formats.safetensors import Weights
+from edgeft.formats.source import open_tokenizer_file, resolve
+from edgeft.formats.vocabulary import BYTE_LEVEL, SENTENCEPIECE, splitter_name
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 
 
 def hf_to_gguf(hf_dir: str, out: Path) -> Path:
-    """Writes the whole model to `out`, under another name until it is complete."""
-    from edgeft.export.gguf import check_place, place
-
+    """Write the whole model to `out`, atomically."""
     out = Path(out)
     check_place(out)
-    records, tensors = records_and_tensors(hf_dir)
-    place(out, records, tensors)
-    return out
-
-
-def records_and_tensors(hf_dir: str) -> tuple[list[bytes], list[NewTensor]]:
-    """All that edgeft.model.gguf.write needs; the tensors' data is read when its turn comes."""
-    from edgeft.arch.config import read_config
-    from edgeft.formats.hub import resolve
-    from edgeft.formats.safetensors import Weights
-
     folder = resolve(hf_dir)
     (arch, config), weights = read_config(folder), Weights(folder)
     name = hf_dir.rstrip("/").rpartition("/")[2] or folder.resolve().name
     records = _metadata(config, arch, name) + _tokenizer(folder, int(config.vocab_size))
-    return records, _tensors(config, arch, weights)
-
-
-# ---------------------------------------------------------------- metadata
-
-
-def _text(key: str, value: str) -> bytes:
-    return encode_record(key, STRING, value)
+    place(out, records, _tensors(config, arch, weights))
+    return out
 
 
 def _metadata(config: Any, arch: Architecture, name: str) -> list[bytes]:
@@ -79,9 +61,6 @@ def rope_factors(config: Any, head: int) -> np.ndarray:
     plain = float(config.rope_parameters["rope_theta"]) ** (-np.arange(half, dtype=np.float64) / half)
     factors: np.ndarray = plain / scaled.double().numpy()
     return factors.astype(np.float32)
-
-
-# ---------------------------------------------------------------- tensors
 
 
 def _tensors(config: Any, arch: Architecture, weights: Weights) -> list[NewTensor]:
@@ -120,8 +99,6 @@ def _tensor(
     order: np.ndarray | None = None,
     offset: float = 0.0,
 ) -> NewTensor:
-    import torch
-
     weights.place(source, shape)  # missing or misshapen tensors are errors before a byte is written
     kind, dtype = (ggml.F16, torch.float16) if len(shape) == 2 else (ggml.F32, torch.float32)
 
@@ -135,13 +112,8 @@ def _tensor(
     return NewTensor(target, shape[::-1], kind, math.prod(shape) * dtype.itemsize, read)
 
 
-# ---------------------------------------------------------------- tokenizer
-
-
 def _tokenizer(folder: Path, rows: int) -> list[bytes]:
     """The tokenizer in llama.cpp's terms; `rows` is the height of the embedding."""
-    from edgeft.formats.hub import open_tokenizer_file
-
     loaded = open_tokenizer_file(folder)
     source = json.loads(loaded.backend_tokenizer.to_str())
     model = source["model"]
@@ -151,10 +123,8 @@ def _tokenizer(folder: Path, rows: int) -> list[bytes]:
     for added in source["added_tokens"]:
         tokens[added["id"]] = (added["content"], TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED)
     if max(tokens) >= rows:
-        raise ExportError(
-            f"the tokenizer has {max(tokens) + 1} tokens, and the embedding {rows} rows",
-            "resize the model's embedding to its tokenizer first",
-        )
+        what = f"the tokenizer has {max(tokens) + 1} tokens, and the embedding {rows} rows"
+        raise ExportError(what, "resize the model's embedding to its tokenizer first")
     merges = [pair if isinstance(pair, list) else pair.split(" ", 1) for pair in model["merges"]]
     template = loaded.chat_template
     template = template.get("default") if isinstance(template, dict) else template
@@ -170,11 +140,11 @@ def _tokenizer(folder: Path, rows: int) -> list[bytes]:
     records += [
         encode_record(f"tokenizer.ggml.{k}_token_id", UINT32, int(v)) for k, v in named.items() if v is not None
     ]
-    return records + ([_text("tokenizer.chat_template", template)] if template else [])
+    return records + ([encode_record("tokenizer.chat_template", STRING, template)] if template else [])
 
 
 def _pieces(tokens: dict[int, tuple[str, int]], rows: int) -> list[bytes]:
-    """Every row of the embedding has a token, those that the tokenizer does not know a placeholder."""
+    """One token for every row of the embedding; unknown ones are placeholders."""
     every = [tokens.get(i, (f"[PAD{i}]", TokenType.UNUSED)) for i in range(rows)]
     return [
         encode_record("tokenizer.ggml.tokens", ARRAY, [piece for piece, _ in every], STRING),
@@ -184,7 +154,11 @@ def _pieces(tokens: dict[int, tuple[str, int]], rows: int) -> list[bytes]:
 
 def _byte_level(source: Any, tokens: dict[int, tuple[str, int]], merges: list[list[str]], rows: int) -> list[bytes]:
     pre = splitter_name(source)
-    records = [_text("tokenizer.ggml.model", BYTE_LEVEL), _text("tokenizer.ggml.pre", pre), *_pieces(tokens, rows)]
+    records = [
+        encode_record("tokenizer.ggml.model", STRING, BYTE_LEVEL),
+        encode_record("tokenizer.ggml.pre", STRING, pre),
+        *_pieces(tokens, rows),
+    ]
     return [*records, encode_record("tokenizer.ggml.merges", ARRAY, [" ".join(pair) for pair in merges], STRING)]
 
 
@@ -208,8 +182,8 @@ def _sentencepiece(
     last = float(-len(merges))  # single characters are where merging starts: nothing is ever joined into them
     scores = [float(-ranks[tokens[i][0]]) if i in tokens and tokens[i][0] in ranks else last for i in range(rows)]
     return [
-        _text("tokenizer.ggml.model", SENTENCEPIECE),
-        _text("tokenizer.ggml.pre", "default"),
+        encode_record("tokenizer.ggml.model", STRING, SENTENCEPIECE),
+        encode_record("tokenizer.ggml.pre", STRING, "default"),
         *_pieces(tokens, rows),
         encode_record("tokenizer.ggml.scores", ARRAY, scores, FLOAT32),
         encode_record("tokenizer.ggml.add_space_prefix", BOOL, _space_prefix(source, starts_special)),

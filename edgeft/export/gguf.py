@@ -22,8 +22,8 @@ from edgeft.arch import Architecture, of_gguf
 from edgeft.errors import ExportError, RunError
 from edgeft.formats import ggml
 from edgeft.formats import gguf as files
-from edgeft.formats.gguf import GGUF, NewTensor, TensorInfo
-from edgeft.formats.types import PACKABLE, check_type, chosen_type
+from edgeft.formats.ggml import check_type, chosen_type
+from edgeft.formats.gguf import GGUF, NewTensor
 from edgeft.host.files import sync_folder, wrap_os_errors
 from edgeft.plan.limits import SPOOL_BYTES
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
 OWN_KEYS = ("edgeft.version", "edgeft.base", "edgeft.recipe")
-
 TEMPLATE_KEY = "tokenizer.chat_template"
 
 
@@ -39,15 +38,15 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 class Exported:
     path: Path
     bytes: int
-    types: dict[str, int]  # type → how many updated tensors are written in it
-    updated: int  # tensors written anew, added biases among them
+    types: dict[str, int]  # type → number of updated tensors
+    updated: int  # tensors replaced or added
     kept: int  # tensors whose bytes are the base's
     checked: Any  # what the check returned
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What an exported file says of itself."""
+    """Metadata of an exported file."""
 
     template: str | None = None  # chat template, added where the base has none
     recipe: str = ""
@@ -74,19 +73,18 @@ def export_gguf(
     with tempfile.SpooledTemporaryFile(max_size=SPOOL_BYTES, dir=str(out.parent)) as spool:
         with wrap_os_errors(out):
             new = _pack_all(base, updates, type_name, spool)
-        kept = [info for name, info in base.tensors.items() if name not in new]
         # the base's order, so that a file without added biases has its tensors where the base has them
-        tensors = [new.get(name) or _copied(base, info) for name, info in base.tensors.items()]
+        tensors = [new.get(name) or base.unchanged(name) for name in base.tensors]
         tensors += [tensor for name, tensor in new.items() if name not in base.tensors]
         size, checked = place(out, _records(base, labels), tensors, base.alignment, check)
     types = Counter(ggml.type_name(tensor.type) for tensor in new.values())
-    return Exported(out, size, dict(types), len(new), len(kept), checked)
+    return Exported(out, size, dict(types), len(new), len(base.tensors.keys() - new), checked)
 
 
 def _pack_all(
     base: GGUF, updates: Iterable[tuple[str, torch.Tensor]], type_name: str, spool: IO[bytes]
 ) -> dict[str, NewTensor]:
-    """Pack updates as they come; sizes are then known, and bytes come back from the spool in the file's order."""
+    """Updates packed into `spool`, from which they are later read in the order of the file."""
     arch = of_gguf(base)
     sizes = arch.sizes(SimpleNamespace(**arch.values(base)))
     new: dict[str, NewTensor] = {}
@@ -100,8 +98,8 @@ def _pack_all(
         shape = _check_shape(base, target, dense, arch)
         if not np.isfinite(dense.sum(dtype=np.float64)):  # of float32, sums are finite where every value is
             raise ExportError(f"{name} holds values that are not finite", "training diverged: use a lower train.lr")
-        kind = ggml.F32 if dense.ndim == 1 else chosen_type(base.tensors[target], type_name)
-        packed = _pack(name, dense.reshape(-1, shape[0]), kind)
+        kind = ggml.F32 if dense.ndim == 1 else chosen_type(base.tensors[target].type, type_name)
+        packed = ggml.pack(dense.reshape(-1, shape[0]), kind, name)
         order = arch.row_order(tensor, sizes)
         if order is not None:  # back to the file's row order; packing runs along rows, so packed rows can be moved
             packed = packed.reshape(len(order), -1)[np.argsort(order)]
@@ -112,46 +110,20 @@ def _pack_all(
 
 
 def _check_shape(base: GGUF, target: str, dense: np.ndarray, arch: Architecture) -> tuple[int, ...]:
-    """The tensor's shape as GGUF writes it, if the base has a place for it."""
-    info = base.tensors.get(target)
-    if info is not None:
-        wanted = info.shape
+    """The shape in the GGUF file, if the base has a place for the tensor."""
+    hint = "export with the base model the run was trained on"
+    if target in base.tensors:
+        wanted = base.tensors[target].shape
     else:
         weight = base.tensors.get(target.removesuffix(".bias") + ".weight")
         readable = {arch.linears[tensor].gguf for tensor in arch.biases}
         if weight is None or not target.endswith(".bias") or target.split(".")[2] not in readable:
-            raise ExportError(
-                f"{base.path.name} has no place for {target}", "export with the base model the run was trained on"
-            )
+            raise ExportError(f"{base.path.name} has no place for {target}", hint)
         wanted = weight.shape[1:]
     if dense.shape[::-1] != wanted:
-        raise ExportError(
-            f"{target} is {_times(dense.shape[::-1])}, and {_times(wanted)} in {base.path.name}",
-            "export with the base model the run was trained on",
-        )
+        given, needed = (" x ".join(map(str, shape)) for shape in (dense.shape[::-1], wanted))
+        raise ExportError(f"{target} is {given}, and {needed} in {base.path.name}", hint)
     return wanted
-
-
-def _times(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
-
-
-def _pack(name: str, values: np.ndarray, kind: int) -> np.ndarray:
-    label = ggml.type_name(kind)
-    if label not in PACKABLE:  # `keep` on a type that exists only inside ggml
-        raise ExportError(f"ggml cannot pack {name} into {label}", "--type q8_0 or --type f16 always work")
-    if not ggml.fits_row(kind, values.shape[1]):
-        width = values.shape[1]
-        raise ExportError(
-            f"{label} packs whole blocks, and {name} has rows of {width} values",
-            "--type q8_0, q5_1, q5_0, q4_1 and q4_0 fit here" if width % 32 == 0 else "--type f16 takes any width",
-        )
-    if ggml.needs_imatrix(kind):
-        raise ExportError(
-            f"{label} cannot be packed without an importance matrix, and there is none for {name}",
-            "use a type of 3 bits or more, for example --type q8_0",
-        )
-    return ggml.pack(values, kind)
 
 
 def _spooled(spool: IO[bytes], start: int, nbytes: int) -> Callable[[], np.ndarray]:
@@ -162,12 +134,8 @@ def _spooled(spool: IO[bytes], start: int, nbytes: int) -> Callable[[], np.ndarr
     return read
 
 
-def _copied(base: GGUF, info: TensorInfo) -> NewTensor:
-    return NewTensor(info.name, info.shape, info.type, info.nbytes, lambda: base.bytes(info.name))
-
-
 def _records(base: GGUF, labels: Labels) -> list[bytes]:
-    """The base's keys as they are, then ours; a base that edgeft tuned before gives up its own old ones."""
+    """The base's keys unchanged, then those of edgeft, which replace any that the base has."""
     records = [base.record(key) for key in base.records if key not in OWN_KEYS]
     if labels.template is not None and TEMPLATE_KEY not in base.records:
         records.append(files.encode_record(TEMPLATE_KEY, files.STRING, labels.template))
@@ -194,10 +162,8 @@ def place(
     alignment: int = 32,
     check: Callable[[Path], Any] | None = None,
 ) -> tuple[int, Any]:
-    """Write a GGUF file beside `out`, have it checked and rename it; returns (bytes, what the check said).
-
-    Whatever goes wrong, an earlier `out` stays as it was and nothing else is left behind.
-    """
+    """Write a GGUF file beside `out`, check it and rename it: (bytes, result of the check). On an error `out` is
+    unchanged and nothing is left behind."""
     temporary = out.with_name(out.name + ".part")  # the next try overwrites what a power cut left
     try:
         with wrap_os_errors(out):
@@ -210,8 +176,7 @@ def place(
             temporary.replace(out)
             sync_folder(out.parent)
     except BaseException:
-        # also on Ctrl-C; a folder that takes no new file holds no temporary one either
-        with suppress(OSError):
+        with suppress(OSError):  # a folder that takes no new file holds no temporary one either
             temporary.unlink(missing_ok=True)
         raise
     return size, checked

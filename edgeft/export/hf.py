@@ -12,31 +12,29 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from gguf.constants import TokenType
 
+from edgeft.arch import Architecture, of_gguf
+from edgeft.arch.check import read_config
+from edgeft.engine.load import matrix_and_bias, norm_weight, packed, vector
+from edgeft.engine.packed import Packed
 from edgeft.errors import ExportError
 from edgeft.export.convert import SPACE, rope_factors
-from edgeft.formats.source import is_gguf
-from edgeft.formats.splitters import SAME_SPLITTERS, SPLITTERS
-from edgeft.formats.vocabulary import BYTE_LEVEL, SENTENCEPIECE
-
-if TYPE_CHECKING:
-    import torch
-
-    from edgeft.arch import Architecture
-    from edgeft.engine.packed import Packed
-    from edgeft.formats.gguf import GGUF
-    from edgeft.formats.safetensors import Weights
-    from edgeft.formats.tokenizer import GgufTokenizer
+from edgeft.formats.gguf import GGUF
+from edgeft.formats.safetensors import DTYPES, Weights
+from edgeft.formats.source import INDEX, is_gguf, resolve
+from edgeft.formats.tokenizer import GgufTokenizer
+from edgeft.formats.vocabulary import BYTE_LEVEL, SAME_SPLITTERS, SENTENCEPIECE, SPLITTERS
+from edgeft.host.files import sync_folder, wrap_os_errors
 
 SHARD_BYTES = 256 << 20  # tensors collected before they are written; saving takes as much again
 CHUNK_ROWS = 8192  # rows of a large matrix unpacked at a time
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-INDEX = "model.safetensors.index.json"
-Updates = Iterable[tuple[str, "torch.Tensor"]]
+Updates = Iterable[tuple[str, torch.Tensor]]
 
 
 def export_hf(source: str, updates: Updates, out: Path) -> Path:
@@ -56,8 +54,6 @@ def export_hf(source: str, updates: Updates, out: Path) -> Path:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill; at the end it is renamed to `out`, or removed if something went wrong."""
-    from edgeft.host.files import sync_folder, wrap_os_errors
-
     if (out.exists() and not out.is_dir()) or (out.is_dir() and any(out.iterdir())):
         raise ExportError(f"{out} exists already", "choose a new folder with -o, or remove this one first")
     temporary = out.with_name(out.name + ".part")
@@ -82,12 +78,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _checked(name: str, values: torch.Tensor) -> torch.Tensor:
-    import torch
-
     if not torch.isfinite(values).all():
-        raise ExportError(
-            f"{name} holds values that are not finite in {values.dtype}", "training diverged, or the base did"
-        )
+        raise ExportError(f"{name} is not finite in {values.dtype}", "training diverged, or the base did")
     return values
 
 
@@ -104,7 +96,7 @@ def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 class Shards:
-    """safetensors files of bounded size, and the index that says which tensor lies where."""
+    """safetensors files of bounded size, and the index of their tensors."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -129,7 +121,7 @@ class Shards:
             self.waiting = {}
 
     def close(self) -> None:
-        """The files get the names that transformers looks for."""
+        """Rename the files to what transformers reads."""
         self.flush()
         count = len(self.files)
         if count == 1:
@@ -138,26 +130,18 @@ class Shards:
         names = {old: f"model-{n:05d}-of-{count:05d}.safetensors" for n, old in enumerate(self.files, 1)}
         for old, new in names.items():
             (self.folder / old).rename(self.folder / new)
-        _write_json(
-            self.folder / INDEX,
-            {"metadata": {"total_size": self.bytes}, "weight_map": {k: names[self.map[k]] for k in sorted(self.map)}},
-        )
+        _write_index(self.folder, self.bytes, {name: names[old] for name, old in self.map.items()})
 
 
 def _write_json(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# ---------------------------------------------------------------- from GGUF
+def _write_index(folder: Path, size: int, files: dict[str, str]) -> None:
+    _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))})
 
 
 def _from_gguf(source: Path, updates: Updates, folder: Path) -> None:
-    import torch
-
-    from edgeft.arch import of_gguf
-    from edgeft.engine.load_gguf import matrix_and_bias, norm_weight, packed, vector
-    from edgeft.formats.gguf import GGUF
-
     gguf = GGUF.open(source)
     arch = of_gguf(gguf)
     config = arch.config(gguf)
@@ -197,8 +181,6 @@ def _from_gguf(source: Path, updates: Updates, folder: Path) -> None:
 
 
 def _half(matrix: Packed) -> torch.Tensor:
-    import torch
-
     out = torch.empty(matrix.rows, matrix.cols, dtype=torch.float16)
     for start in range(0, matrix.rows, CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, matrix.rows)
@@ -208,8 +190,6 @@ def _half(matrix: Packed) -> torch.Tensor:
 
 def _save_config(gguf: GGUF, arch: Architecture, config: Any, folder: Path) -> None:
     from transformers import GenerationConfig
-
-    from edgeft.engine.load_gguf import vector
 
     factors = vector(gguf, "rope_freqs.weight")
     if factors is not None:
@@ -234,17 +214,12 @@ def _save_config(gguf: GGUF, arch: Architecture, config: Any, folder: Path) -> N
     ).save_pretrained(str(folder))
 
 
-# ---------------------------------------------------------------- the tokenizer of a GGUF file
-
-
 def _tokenizer_files(gguf: GGUF, config: Any, folder: Path) -> None:
     """tokenizer.json, built from the file's keys so that its ids are llama.cpp's.
 
     (transformers' own reading of GGUF tokenizers knows no tokenizer.ggml.pre, and loses BOS and the space before text.)
     """
     from tokenizers import AddedToken, Tokenizer, processors
-
-    from edgeft.formats.tokenizer import GgufTokenizer
 
     kind = gguf.get_key("tokenizer.ggml.model")
     tokens, types = gguf.get_key("tokenizer.ggml.tokens", []), gguf.get_key("tokenizer.ggml.token_type", [])
@@ -260,16 +235,10 @@ def _tokenizer_files(gguf: GGUF, config: Any, folder: Path) -> None:
     else:
         raise ExportError(f"tokenizers of kind `{kind}` cannot be written for Hugging Face", "use --format gguf")
     pairs = list(zip(tokens, types, strict=True))
-    made.add_special_tokens(
-        [
-            AddedToken(text, special=True, normalized=False)
-            for text, kind in pairs
-            if kind in (TokenType.CONTROL, TokenType.UNKNOWN)
-        ]
-    )
-    made.add_tokens(
-        [AddedToken(text, special=False, normalized=False) for text, kind in pairs if kind == TokenType.USER_DEFINED]
-    )
+    special = [text for text, kind in pairs if kind in (TokenType.CONTROL, TokenType.UNKNOWN)]
+    own = [text for text, kind in pairs if kind == TokenType.USER_DEFINED]
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    made.add_tokens([AddedToken(text, special=False, normalized=False) for text in own])
     read = GgufTokenizer(gguf.path)
     if read.add_bos:
         bos = tokens[read.bos]
@@ -304,10 +273,8 @@ def _byte_level(gguf: GGUF, tokens: list[str]) -> Any:
     pre = gguf.get_key("tokenizer.ggml.pre", "")
     splitter = SPLITTERS.get(SAME_SPLITTERS.get(pre, pre))
     if splitter is None:
-        raise ExportError(
-            f"the way `{pre}` splits text is not known for Hugging Face",
-            f"known: {', '.join(SPLITTERS)}; use --format gguf",
-        )
+        hint = f"known: {', '.join(SPLITTERS)}; use --format gguf"
+        raise ExportError(f"how `{pre}` splits text is not known for Hugging Face", hint)
     # a piece may begin with a space, hence the search from 1
     cuts = [(merge, merge.index(" ", 1)) for merge in gguf.get_key("tokenizer.ggml.merges", [])]
     merges = [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
@@ -339,14 +306,8 @@ def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> Any:
                 merges.append((-scores[number], number, left, right))
     merges.sort()  # the pair that makes the piece with the best score is joined first
     unknown = gguf.get_key("tokenizer.ggml.unknown_token_id", 0)
-    model = models.BPE(
-        vocabulary,
-        [(tokens[left], tokens[right]) for _, _, left, right in merges],
-        unk_token=tokens[unknown],
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    made = Tokenizer(model)
+    pairs = [(tokens[left], tokens[right]) for _, _, left, right in merges]
+    made = Tokenizer(models.BPE(vocabulary, pairs, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
     prefix = bool(gguf.get_key("tokenizer.ggml.add_space_prefix", True))
     replace = normalizers.Replace(" ", SPACE)
     made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace] if prefix else [replace])
@@ -355,14 +316,7 @@ def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> Any:
     return made
 
 
-# ---------------------------------------------------------------- from Hugging Face
-
-
 def _from_hf(source: str, updates: Updates, folder: Path) -> None:
-    from edgeft.arch.config import read_config
-    from edgeft.formats.hub import resolve
-    from edgeft.formats.safetensors import DTYPES, Weights
-
     origin = resolve(source)
     (arch, config), weights = read_config(origin), Weights(origin)
     for file in origin.iterdir():
@@ -380,23 +334,13 @@ def _from_hf(source: str, updates: Updates, folder: Path) -> None:
         cast = _checked(name, values.detach().to(DTYPES[place.dtype][0])).contiguous()
         with (folder / place.file.name).open("r+b") as stream:
             stream.seek(place.offset)
-            stream.write(_bytes(cast))
+            stream.write(cast.view(torch.uint8).numpy().tobytes())
     if new:
         _add_biases(weights, arch, config.num_hidden_layers, new, folder)
 
 
-def _bytes(values: torch.Tensor) -> bytes:
-    import torch
-
-    return values.contiguous().view(torch.uint8).numpy().tobytes()
-
-
 def _add_biases(weights: Weights, arch: Architecture, depth: int, new: dict[str, torch.Tensor], folder: Path) -> None:
     """Biases that the base has not: a shard of their own, and a config that declares them."""
-    import torch
-
-    from edgeft.formats.safetensors import DTYPES
-
     present = {name for name in weights.places if name.endswith(".bias")}
     flags, missing = arch.missing_biases(present | set(new), depth)
     for name in missing:
@@ -418,7 +362,4 @@ def _add_biases(weights: Weights, arch: Architecture, depth: int, new: dict[str,
     save(named, folder / extra)
     old = {name: files[0] if len(files) == 1 else place.file.name for name, place in weights.stored.items()}
     total = sum(place.nbytes for place in weights.stored.values()) + sum(t.nbytes for t in named.values())
-    _write_json(
-        folder / INDEX,
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted((old | dict.fromkeys(named, extra)).items()))},
-    )
+    _write_index(folder, total, old | dict.fromkeys(named, extra))

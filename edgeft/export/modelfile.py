@@ -12,27 +12,28 @@ from pathlib import Path
 
 from edgeft.errors import EdgeftError
 from edgeft.formats.tokenizer import GgufTokenizer, Message, render
+from edgeft.host.files import atomic_write
 
-# words that no template holds and no template changes
+# words that no template contains or changes
 SYSTEM = "Zsystem"
 ASK, ANSWER, ASK_AGAIN, ANSWER_AGAIN, ASK_LAST = "Zask", "Zanswer", "Zmore", "Zreply", "Zlast"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A chat template as the pieces between its messages: ChatML, LLaMA 2 and 3, Mistral and Zephyr are no more."""
+    """A chat template as the text between its messages: enough for ChatML, LLaMA 2 and 3, Mistral and Zephyr."""
 
     user: str  # before a question
-    asked: str  # between a question and what follows
-    answer: str  # before an answer that was given; mostly empty, since `asked` says who speaks next
+    asked: str  # after a question
+    answer: str  # before an earlier answer; mostly empty
     answered: str  # after an answer
-    generate: str  # before the answer to come, after `asked`
-    system: tuple[str, str] | None = None  # around the system message; None: the template takes none
-    inside: bool = False  # the system message stands inside the first question (LLaMA 2)
-    default: str | None = None  # system message where none is given; None: no system turn then
+    generate: str  # before the answer to generate, after `asked`
+    system: tuple[str, str] | None = None  # around the system message; None: not supported
+    inside: bool = False  # the system message is part of the first question (LLaMA 2)
+    default: str | None = None  # system message where none is given; None: no system turn
 
     def text(self, messages: Sequence[Message]) -> str:
-        """What Ollama makes of `go()`."""
+        """The text that Ollama renders from `go()`."""
         given = "".join(m["content"] for m in messages if m["role"] == "system")
         said = given or self.default
         block = said.join(self.system) if self.system and said is not None else ""
@@ -47,7 +48,7 @@ class Turns:
         return "".join([*parts, self.generate])
 
     def go(self) -> str:
-        """The same in Go's template language, without any white space of its own."""
+        """As a template of Go, which adds no white space."""
         front = block = ""
         if self.system is not None:
             before, after = self.system
@@ -64,42 +65,40 @@ class Turns:
 
 
 def learn(tokenizer: GgufTokenizer) -> Turns | None:
-    """The pieces of a tokenizer's template, or None if it is more than pieces between messages."""
+    """The pieces of a template, or None if it has other parts."""
     if "strftime_now" in tokenizer.template:
-        return None  # the date would stay at today's
+        return None  # the date would not change
     try:
-        found = _pieces(tokenizer)
+        turns = _pieces(tokenizer)
         probes: list[list[tuple[str, ...]]] = [[(ASK,)], [(ASK, ANSWER), (ASK_AGAIN, ANSWER_AGAIN), (ASK_LAST,)]]
-        for system in ["", SYSTEM] if found.system else [""]:
-            for turns in probes:
-                messages = _messages(system, *turns)
-                if found.text(messages) != _shown(tokenizer, messages, generate=True):
-                    return None
-    except (ValueError, EdgeftError):  # a piece is not where it should be, or the template refuses the conversation
+        talks = [_messages(system, *probe) for system in (["", SYSTEM] if turns.system else [""]) for probe in probes]
+        if any(turns.text(talk) != _shown(tokenizer, talk, generate=True) for talk in talks):
+            return None
+    except (ValueError, EdgeftError):  # a piece is missing, or the template rejects the conversation
         return None
-    pieces = "".join([found.user, found.asked, found.answer, found.answered, found.generate, found.default or ""])
-    pieces += "".join(found.system or ())
-    return None if "{{" in pieces or '"""' in pieces else found  # Go or Ollama would read these as its own
+    pieces = "".join([turns.user, turns.asked, turns.answer, turns.answered, turns.generate, turns.default or ""])
+    pieces += "".join(turns.system or ())
+    return None if "{{" in pieces or '"""' in pieces else turns  # syntax of Go or Ollama
 
 
 def _messages(system: str, *turns: tuple[str, ...]) -> list[Message]:
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for turn in turns:
         messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=False)]
-    return list(messages)
+    return messages
 
 
 def _shown(tokenizer: GgufTokenizer, messages: list[Message], generate: bool) -> str:
-    """Without the first BOS where llama.cpp and Ollama put it there themselves."""
+    """Without the first BOS where llama.cpp and Ollama add it."""
     return render(tokenizer, messages, generate).removeprefix(tokenizer.bos_text if tokenizer.add_bos else "")
 
 
 def _split(text: str, *words: str) -> list[str]:
-    """The pieces around words that stand once each, in this order."""
+    """The pieces around words that occur once each, in this order."""
     pieces = []
     for word in words:
-        piece, found, text = text.partition(word)
-        if not found or word in text:
+        piece, match, text = text.partition(word)
+        if not match or word in text:
             raise ValueError(word)
         pieces.append(piece)
     return [*pieces, text]
@@ -122,7 +121,7 @@ def _pieces(tokenizer: GgufTokenizer) -> Turns:
     bos = tokenizer.bos_text
     if bos and user.startswith(bos) and not first.endswith(user):  # LLaMA 2 begins every turn with BOS
         user, answered = user.removeprefix(bos), answered + bos
-    shared = os.path.commonprefix([asked, end])  # noqa: RUF071 - character by character is what is wanted
+    shared = os.path.commonprefix([asked, end])  # noqa: RUF071 - by characters
     turns = Turns(user, shared, asked[len(shared) :], answered, end[len(shared) :])
     system = _system(tokenizer, user)
     if first == user:
@@ -137,10 +136,10 @@ def _pieces(tokenizer: GgufTokenizer) -> Turns:
 
 
 def _system(tokenizer: GgufTokenizer, user: str) -> tuple[tuple[str, str], bool] | None:
-    """What stands around a system message, and whether it is inside the question."""
+    """The text around a system message, and whether it is part of the question."""
     try:
         before, after, _ = _split(_shown(tokenizer, _messages(SYSTEM, (ASK,)), generate=True), SYSTEM, ASK)
-    except (ValueError, EdgeftError):  # Mistral's first templates and Gemma's refuse or ignore it
+    except (ValueError, EdgeftError):  # Mistral's first templates and Gemma's reject or ignore it
         return None
     if after.endswith(user):
         return (before, _cut_end(after, user)), False
@@ -149,14 +148,11 @@ def _system(tokenizer: GgufTokenizer, user: str) -> tuple[tuple[str, str], bool]
     raise ValueError(before)
 
 
-# ---------------------------------------------------------------- the file
-
-
 def modelfile(gguf_path: Path) -> str:
-    """The text of a Modelfile for this GGUF file, which stands beside it."""
+    """The text of a Modelfile in the folder of this GGUF file."""
     tokenizer = GgufTokenizer(gguf_path)
     turns = learn(tokenizer)
-    if turns and '"""' in turns.go():  # it would end the template, and what follows would be commands
+    if turns and '"""' in turns.go():  # it would end the template, and commands would follow
         turns = None
     lines = [f"# ollama create {gguf_path.stem} -f {modelfile_path(gguf_path).name}", f"FROM ./{gguf_path.name}"]
     if turns:
@@ -172,27 +168,20 @@ def modelfile(gguf_path: Path) -> str:
 
 
 def _plain(text: str) -> bool:
-    """Text that stands in quotes as it is; a token may hold a line break, and behind it a command."""
+    """Text that needs no escape in quotes; after a line break, a token could contain a command."""
     return bool(text) and text.isprintable() and '"' not in text
 
 
 def modelfile_path(gguf_path: Path) -> Path:
-    """`Modelfile`, or NAME.Modelfile where one for another model stands already."""
+    """`Modelfile`, or NAME.Modelfile if that is of another model."""
     path = gguf_path.with_name("Modelfile")
-    if (
-        not path.exists()
-        or f"FROM ./{gguf_path.name}" in path.read_text(encoding="utf-8", errors="replace").splitlines()
-    ):
-        return path
-    return gguf_path.with_suffix(".Modelfile")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else None
+    return path if lines is None or f"FROM ./{gguf_path.name}" in lines else gguf_path.with_suffix(".Modelfile")
 
 
 def write_modelfile(gguf_path: Path) -> Path:
-    """Write it beside the GGUF file and return where."""
-    from edgeft.host.files import atomic_write
-
-    path = modelfile_path(gguf_path)
-    text = modelfile(gguf_path)
+    """Write it into the folder of the GGUF file and return its path."""
+    path, text = modelfile_path(gguf_path), modelfile(gguf_path)
     with atomic_write(path) as file:
         file.write(text.encode())
     return path

@@ -6,21 +6,18 @@ The adapter holds exactly what was trained; what an adapter cannot hold is an er
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from edgeft.engine.stack import Stack
 from edgeft.errors import ExportError
-
-if TYPE_CHECKING:
-    from edgeft.engine.stack import Stack
-    from edgeft.methods.scheme import Scheme
+from edgeft.export.hf import new_folder, save
+from edgeft.methods.lora import adapter
+from edgeft.methods.scheme import Scheme
 
 
 def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
     """adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained; `base` is the model's name."""
     from peft import LoraConfig
-
-    from edgeft.export.hf import new_folder, save
-    from edgeft.methods.lora import adapter
 
     hint = "use --format gguf or --format hf: there all updates are merged"
     if not scheme.method.uses_peft:

@@ -6,24 +6,20 @@ Logits are compared with the trainer's unrounded weights, so that a type too coa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from edgeft.engine.batch import batch_of
+from edgeft.data.forest import Forest
+from edgeft.data.tokens import Encoded, prompt_ids
+from edgeft.engine.stack import Stack, batch_of
 from edgeft.errors import ExportError, ModelError
+from edgeft.evaluate.llamacpp import LlamaFile
+from edgeft.formats.tokenizer import GgufTokenizer, Tokenizer, render
+from edgeft.host import sandbox
 from edgeft.plan.limits import BATCH_TOKENS, TARGETS
-
-if TYPE_CHECKING:
-    import torch
-
-    from edgeft.data.forest import Forest
-    from edgeft.data.tokens import Encoded
-    from edgeft.engine.stack import Stack
-    from edgeft.evaluate.llamacpp import LlamaFile
-    from edgeft.formats.tokenizer import Tokenizer
 
 # llama.cpp rounds activations to 8 bits and keeps fp16 keys and values, so it never says quite what the trainer says.
 # That noise alone, on unchanged files: KL 0.005 to 0.007 and top-1 90 to 98 % (SmolLM2-135M Q4_1, nine times 8 rows),
@@ -48,7 +44,7 @@ MIN_TOP1 = 75.0
 class Verification:
     rows: int
     tokens: int  # positions whose logits were compared
-    top1: float  # 0..100: positions where both hold the same token for the likeliest
+    top1: float  # 0..100: positions where both have the same likeliest token
     mean_kl: float  # nats, KL(trainer || llama.cpp)
     same_ids: bool
     same_template: bool
@@ -68,42 +64,27 @@ class Reference:
 
 def verify(path: Path, reference: Reference, type_name: str = "") -> Verification:
     """Compare, and raise ExportError if the file does not answer like the trainer."""
-    found = compare(path, reference)
+    result = compare(path, reference)
     max_kl = MAX_KL if type_name in FINE else MAX_KL_COARSE
-    if not found.same_template:
+    bug = "this is a bug: please report it"
+    if not result.same_template:
+        raise ExportError("the exported file renders its chat template unlike the trainer", bug)
+    if not result.same_ids:
+        raise ExportError("llama.cpp reads other token ids from the exported file than were trained", bug)
+    if not (result.top1 >= MIN_TOP1 and result.mean_kl <= max_kl):  # NaN does not pass
+        hint = f"`--type {type_name}` is too coarse for what was learned: use --type q8_0 or --type f16"
+        if type_name in FINE:
+            hint = "try --type f16" if type_name in ("", "auto", "q8_0") else bug
         raise ExportError(
-            "the exported file renders its chat template otherwise than the trainer did",
-            "this is a bug: please report it",
+            f"the exported file does not answer like the trained model: top-1 agreement {result.top1:.1f} % "
+            f"(at least {MIN_TOP1:.0f} %), mean KL {result.mean_kl:.3f} nats (at most {max_kl})",
+            hint,
         )
-    if not found.same_ids:
-        raise ExportError(
-            "llama.cpp reads other token ids from the exported file than were trained",
-            "this is a bug: please report it",
-        )
-    if not (found.top1 >= MIN_TOP1 and found.mean_kl <= max_kl):  # NaN does not pass
-        raise ExportError(
-            f"the exported file does not answer like the trained model: top-1 agreement {found.top1:.1f} % "
-            f"(at least {MIN_TOP1:.0f} %), mean KL {found.mean_kl:.3f} nats (at most {max_kl})",
-            _wider(type_name),
-        )
-    return found
-
-
-def _wider(type_name: str) -> str:
-    if type_name in ("f32", "f16", "bf16"):
-        return "this is a bug: please report it"
-    if type_name in ("", "auto", "q8_0"):
-        return "try --type f16"
-    return f"`--type {type_name}` is too coarse for what was learned: use --type q8_0 or --type f16"
+    return result
 
 
 def compare(path: Path, reference: Reference) -> Verification:
     """The figures alone, without a verdict."""
-    import torch
-
-    from edgeft.data.forest import Forest
-    from edgeft.evaluate.llamacpp import LlamaFile
-
     stack = reference.stack
     rows = [row for row in reference.rows if row.trained[1:].any()]
     if not rows:
@@ -129,33 +110,27 @@ def compare(path: Path, reference: Reference) -> Verification:
 
 def _thin(row: Encoded) -> Encoded:
     """The row with at most TARGETS of its targets."""
-    from edgeft.data.tokens import Encoded
-
     targets = 1 + np.flatnonzero(row.trained[1:])
     if len(targets) > TARGETS:
         targets = targets[np.linspace(0, len(targets) - 1, TARGETS).astype(int)]
-    trained = np.zeros_like(row.trained)
-    trained[targets] = True
-    return Encoded(row.ids, trained, row.row, row.cut_tokens)
+    return replace(row, trained=np.isin(np.arange(len(row.ids)), targets))
 
 
 def _states(stack: Stack, forest: Forest) -> dict[int, torch.Tensor]:
     """By row, the trainer's normed states (n, d) where its targets are predicted."""
-    import torch
-
-    found: dict[int, torch.Tensor] = {}
+    by_row: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for part in forest.micro_batches(range(len(forest.paths)), BATCH_TOKENS):
             _, batch = batch_of(forest, part)
             states = stack.top(stack.trunk(batch, 0), batch, 0)
             for row in part:
                 count = len(forest.targets[row])
-                found[row], states = states[:count].clone(), states[count:]
-    return found
+                by_row[row], states = states[:count].clone(), states[count:]
+    return by_row
 
 
 def _kl(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Sum over positions of KL(ours || theirs), in nats; (n, vocabulary) each. A few at a time: doubles take room."""
+    """Sum over positions of KL(ours || theirs), in nats; (n, vocabulary) each. A few at a time: doubles take memory."""
     total = 0.0
     for one, other in zip(ours.split(4), theirs.split(4), strict=True):
         p, q = one.double().log_softmax(1), other.double().log_softmax(1)
@@ -165,10 +140,6 @@ def _kl(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def _same_text(path: Path, file: LlamaFile, rows: Sequence[Encoded], reference: Reference) -> tuple[bool, bool]:
     """(same template, same ids): prompts as llama-cpp-python renders and llama.cpp reads them, and as we do."""
-    from edgeft.data.tokens import prompt_ids
-    from edgeft.formats.tokenizer import GgufTokenizer, render
-    from edgeft.host import sandbox
-
     tokenizer, system = reference.tokenizer, reference.system
     inside = GgufTokenizer(path)
     special = {"eos_token": inside.eos_text, "bos_token": inside.bos_text}

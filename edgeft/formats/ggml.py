@@ -20,6 +20,19 @@ from edgeft.errors import ExportError, ModelError
 
 F32, F16, Q8_0, BF16 = (int(GGMLQuantizationType[name]) for name in ("F32", "F16", "Q8_0", "BF16"))
 
+# llama.cpp multiplies these with one token at a time, on any processor: they are neither in its sgemm.cpp nor in its
+# repack.cpp. Of Q4_1 it reads 270 tokens/s on two cores with AVX-512, of float16 580.
+SLOW = ("q4_1", "q5_1", "q3_k", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs")
+
+# What ggml_quantize_chunk can pack, widest first; on any other type it aborts the whole process.
+PACKABLE = (
+    *("f32", "f16", "bf16", "q8_0", "q6_k", "q5_1", "q5_k", "q5_0", "q4_1", "q4_k", "q4_0", "iq4_nl", "nvfp4"),
+    *("iq4_xs", "mxfp4", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_s", "iq2_xs", "iq2_xxs", "tq2_0", "iq1_m"),
+    *("tq1_0", "iq1_s", "q1_0"),
+)
+
+WIDE = (F32, F16, BF16)  # `auto` keeps these
+
 
 class _TypeTraits(ctypes.Structure):
     _fields_ = [
@@ -38,7 +51,7 @@ _TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_in
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    # found without importing llama_cpp, which would load the whole runtime (and its memory) into the trainer
+    # without importing llama_cpp, which would load the whole runtime (and its memory) into the trainer
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         raise ModelError("llama-cpp-python is not installed", "pip install llama-cpp-python")
@@ -47,15 +60,8 @@ def _library() -> ctypes.CDLL:
     library.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
     library.ggml_get_type_traits.argtypes = [ctypes.c_int]
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
-    library.ggml_quantize_chunk.argtypes = [
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-    ]
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    library.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, count, count, count, pointer]
     library.ggml_quantize_requires_imatrix.restype = ctypes.c_bool
     library.ggml_quantize_requires_imatrix.argtypes = [ctypes.c_int]
     return library
@@ -77,25 +83,19 @@ def type_id(name: str) -> int:
     try:
         return int(GGMLQuantizationType[name.upper()])
     except KeyError:
-        raise ExportError(
-            f"unknown tensor type `{name}`", "for example keep, f16, q8_0, q6_k, q5_k, q4_k, q4_0, q4_1"
-        ) from None
+        hint = "for example keep, f16, q8_0, q6_k, q5_k, q4_k, q4_0, q4_1"
+        raise ExportError(f"unknown tensor type `{name}`", hint) from None
 
 
 def row_bytes(type_id: int, values: int) -> int:
-    """Bytes of one packed row of so many values."""
+    """Bytes of a packed row of `values` values."""
     block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
     return values // block_values * block_bytes
 
 
 def fits_row(type_id: int, values: int) -> bool:
-    """Packing runs in blocks along a row; the row must hold whole ones."""
+    """Whether a row holds whole blocks: packing runs in blocks along a row."""
     return values % GGML_QUANT_SIZES[GGMLQuantizationType(type_id)][0] == 0
-
-
-def needs_imatrix(type_id: int) -> bool:
-    """The smallest types cannot be packed without knowing which inputs matter."""
-    return bool(_library().ggml_quantize_requires_imatrix(type_id))
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def unpack(packed: np.ndarray, type_id: int, out: np.ndarray, threads: int = 1) -> None:
-    """Packed rows (uint8, C order) into `out` (rows, cols) float32, in place; ctypes lets go of the GIL meanwhile."""
+    """Packed rows (uint8, C order) into `out` (rows, cols) float32, in place; ctypes releases the GIL."""
     rows, cols = out.shape
     if type_id == F32:
         np.copyto(out, packed.view(np.float32).reshape(rows, cols))
@@ -113,7 +113,7 @@ def unpack(packed: np.ndarray, type_id: int, out: np.ndarray, threads: int = 1) 
     if function is None:
         raise ModelError(f"tensors of type {type_name(type_id)} cannot be unpacked")
     source, target, stride = packed.ctypes.data, out.ctypes.data, row_bytes(type_id, cols)
-    if threads == 1 or out.size < 1 << 22:  # below 4 M values handing over costs more than it saves
+    if threads == 1 or out.size < 1 << 22:  # below 4 M values threads cost more than they save
         function(source, target, out.size)
         return
     step = -(-rows // threads)
@@ -125,28 +125,38 @@ def unpack(packed: np.ndarray, type_id: int, out: np.ndarray, threads: int = 1) 
         job.result()
 
 
-def pack(values: np.ndarray, type_id: int, importance: np.ndarray | None = None) -> np.ndarray:
-    """(rows, cols) float32 → packed bytes; `importance` (cols,) weighs the rounding error of each input channel."""
-    rows, cols = values.shape
+def pack(values: np.ndarray, type_id: int, name: str = "the tensor") -> np.ndarray:
+    """(rows, cols) float32 → packed bytes; errors call the tensor `name`."""
+    (rows, cols), label = values.shape, type_name(type_id)
     values = np.ascontiguousarray(values, dtype=np.float32)
     if type_id == F32:
         return values.reshape(-1).view(np.uint8)
+    if label not in PACKABLE:  # a type that exists only inside ggml
+        raise ExportError(f"ggml cannot pack {name} into {label}", "--type q8_0 or --type f16 always work")
     if not fits_row(type_id, cols):
         raise ExportError(
-            f"{type_name(type_id)} packs whole blocks of {GGML_QUANT_SIZES[GGMLQuantizationType(type_id)][0]} values, "
-            f"and a row has {cols}",
-            "--type q8_0 needs multiples of 32, --type f16 takes any width",
+            f"{label} packs whole blocks, and {name} has rows of {cols} values",
+            "--type q8_0, q5_1, q5_0, q4_1 and q4_0 fit here" if cols % 32 == 0 else "--type f16 takes any width",
         )
-    if importance is None and needs_imatrix(type_id):
+    if _library().ggml_quantize_requires_imatrix(type_id):
         raise ExportError(
-            f"{type_name(type_id)} cannot be packed without an importance matrix",
+            f"{label} cannot be packed without an importance matrix, and there is none for {name}",
             "use a type of 3 bits or more, for example --type q8_0",
         )
     out = np.empty(rows * row_bytes(type_id, cols), dtype=np.uint8)
-    weight = None if importance is None else np.ascontiguousarray(importance, dtype=np.float32)
-    written = _library().ggml_quantize_chunk(
-        type_id, values.ctypes.data, out.ctypes.data, 0, rows, cols, None if weight is None else weight.ctypes.data
-    )
+    written = _library().ggml_quantize_chunk(type_id, values.ctypes.data, out.ctypes.data, 0, rows, cols, None)
     if written != out.size:
-        raise ExportError(f"ggml cannot pack into {type_name(type_id)}", "--type q8_0 or --type f16 always work")
+        raise ExportError(f"ggml cannot pack into {label}", "--type q8_0 or --type f16 always work")
     return out
+
+
+def check_type(type_name: str) -> None:
+    if type_name not in ("auto", "keep", *PACKABLE):
+        raise ExportError(f"tensors cannot be written as `{type_name}`", f"valid: auto, keep, {', '.join(PACKABLE)}")
+
+
+def chosen_type(base_type: int, type_name: str) -> int:
+    """The ggml type of an updated matrix that is `base_type` in the base file."""
+    if type_name == "keep" or (type_name == "auto" and base_type in WIDE):
+        return base_type
+    return type_id("q8_0" if type_name == "auto" else type_name)

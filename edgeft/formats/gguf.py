@@ -31,13 +31,13 @@ _CODES |= {"BOOL": "?", "UINT64": "Q", "INT64": "q", "FLOAT64": "d"}
 SCALARS = {int(GGUFValueType[name]): code for name, code in _CODES.items()}  # value type → code of `struct`
 QUANT_SIZES = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}  # (values, bytes) of a block
 STRUCTS = {code: struct.Struct("<" + code) for code in SCALARS.values()}
-# What no honest header comes near, so that a hostile one is refused in bounded time and memory, even in a sparse file.
+# Far above any real header; a hostile one is rejected in bounded time and memory, even in a sparse file.
 MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 16, 4
 MAX_ITEMS = 1 << 22  # values of all arrays together; a vocabulary of 256,000 with its merges has about a million
 MAX_KEY_BYTES, MAX_NAME_BYTES = (1 << 16) - 1, 63  # of the format, and of ggml
 MAX_STRING_BYTES, MAX_HEADER_BYTES = 1 << 24, 1 << 28
 MAX_ALIGNMENT = 1 << 20
-MAX_WAITING_BYTES = 256 << 20  # written and not yet on the disk: such pages cannot be given up where memory is short
+MAX_WAITING_BYTES = 256 << 20  # dirty pages: they cannot be evicted when memory is short
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,19 @@ class TensorInfo:
     nbytes: int
 
 
+@dataclass
+class NewTensor:
+    """A tensor to write; its data is made when the writer comes to it."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    nbytes: int
+    data: Callable[[], np.ndarray]
+
+
 class GGUF:
-    """One file, open for reading. `kv` decodes a value when it is asked for."""
+    """One file, open for reading; values are decoded on demand."""
 
     def __init__(self, path: Path, data: np.ndarray) -> None:
         self.path = path
@@ -80,8 +91,6 @@ class GGUF:
         except OSError as error:
             raise ModelError(f"cannot read {path}: {error.strerror}") from None
         return GGUF(path, data)
-
-    # ------------------------------------------------ header
 
     def _bad(self, what: str) -> ModelError:
         return ModelError(f"{self.path} is damaged or cut short: {what}", "download or copy it again")
@@ -163,7 +172,7 @@ class GGUF:
             value = self._at
             self._skip_value(self._number("I"))
             if key in self.records:
-                raise self._bad(f"the key {key[:80]!r} stands twice")
+                raise self._bad(f"the key {key[:80]!r} occurs twice")
             self.records[key] = (start, value, self._at)
         infos = [self._tensor_info() for _ in range(tensors)]
         after = self._at
@@ -176,7 +185,7 @@ class GGUF:
         base = -(-after // alignment) * alignment
         for name, shape, kind, offset, nbytes in infos:
             if name in self.tensors:
-                raise self._bad(f"tensor {name} stands twice")
+                raise self._bad(f"tensor {name} occurs twice")
             if offset % alignment or base + offset + nbytes > self.data.size:
                 raise self._bad(f"tensor {name} lies past the end")
             self.tensors[name] = TensorInfo(name, shape, kind, base + offset, nbytes)
@@ -200,8 +209,6 @@ class GGUF:
         if not 0 < values <= self.data.size * 64 or shape[0] % block_values:
             raise self._bad(f"tensor {name} has the shape {shape}")
         return name, shape, kind, offset, values // block_values * block_bytes
-
-    # ------------------------------------------------ reading
 
     def get_key(self, key: str, default: Any = None) -> Any:
         """The value of a key as it is named in the file."""
@@ -235,27 +242,32 @@ class GGUF:
 
     @cached_property
     def arch(self) -> str:
-        found = self.get_key("general.architecture", "")
-        return found[:80] if isinstance(found, str) else ""
+        name = self.get_key("general.architecture", "")
+        return name[:80] if isinstance(name, str) else ""
 
     def bytes(self, name: str) -> np.ndarray:
         """A tensor's packed bytes, mapped: no copy."""
         info = self.tensors[name]
         return self.data[info.offset : info.offset + info.nbytes]
 
+    def unchanged(self, name: str) -> NewTensor:
+        """A tensor to copy into another file."""
+        info = self.tensors[name]
+        return NewTensor(name, info.shape, info.type, info.nbytes, lambda: self.bytes(name))
+
     def record(self, key: str) -> builtins.bytes:
-        """A whole key-value record, to be copied into another file."""
+        """A key-value record, to copy into another file."""
         start, _, end = self.records[key]
         return self.data[start:end].tobytes()
 
 
 def let_go(data: np.ndarray) -> None:
-    """Pages of a mapped array leave this process's memory until they are read again; any other array is left alone."""
+    """Evict the pages of a mapped array from this process until they are read again; other arrays are unchanged."""
     _advise(data, "MADV_DONTNEED")
 
 
 def fetch(data: np.ndarray) -> None:
-    """A mapped array will be read now: what is not in memory comes in large pieces, not page by page."""
+    """Read ahead a mapped array in large pieces, not page by page."""
     _advise(data, "MADV_WILLNEED")
 
 
@@ -270,9 +282,6 @@ def _advise(data: np.ndarray, advice: str) -> None:
         advise(mapped, advice, begin, end - begin)
 
 
-# ---------------------------------------------------------------- writing
-
-
 def encode_string(text: str) -> bytes:
     raw = text.encode("utf-8")
     return struct.pack("<Q", len(raw)) + raw
@@ -285,26 +294,13 @@ def encode_record(key: str, kind: int, value: Any, item: int | None = None) -> b
         return encode_string(value) if kind == STRING else struct.pack("<" + SCALARS[kind], value)
 
     head = encode_string(key) + struct.pack("<I", kind)
-    if kind == ARRAY:
-        assert item is not None
-        body = b"".join(raw(item, v) for v in value)
-        return head + struct.pack("<IQ", item, len(value)) + body
-    return head + raw(kind, value)
-
-
-@dataclass
-class NewTensor:
-    """What the writer needs to know before the first byte: its data comes when its turn comes."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: int
-    nbytes: int
-    data: Callable[[], np.ndarray]
+    if item is None:
+        return head + raw(kind, value)
+    return head + struct.pack("<IQ", item, len(value)) + b"".join(raw(item, v) for v in value)
 
 
 def write(file: BinaryIO, records: Iterable[bytes], tensors: list[NewTensor], alignment: int = 32) -> None:
-    """A whole GGUF file, streamed: at no time is more than one tensor in memory, and little that waits for the disk."""
+    """Stream a whole GGUF file: at most one tensor is in memory, and few dirty pages."""
     records = list(records)
     file.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(records)))
     for record in records:

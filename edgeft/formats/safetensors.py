@@ -14,7 +14,7 @@ import torch
 
 from edgeft.errors import ModelError
 from edgeft.formats import ggml
-from edgeft.formats.hub import INDEX, read_json_file
+from edgeft.formats.source import INDEX, read_json_file
 
 DTYPES = {"F32": (torch.float32, ggml.F32), "F16": (torch.float16, ggml.F16), "BF16": (torch.bfloat16, ggml.BF16)}
 
@@ -25,7 +25,7 @@ MAX_TENSORS = 1 << 18
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies."""
+    """The place of a tensor."""
 
     file: Path
     dtype: str  # as safetensors names it: F32, F16, BF16 …
@@ -57,9 +57,8 @@ def _header(file: Path) -> Iterator[tuple[str, Place]]:
                 continue
             start, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
-            if any(type(n) is not int or n < 0 for n in (start, end, *shape)):
-                raise bad
-            if not start <= end <= size - 8 - length:
+            numbers = all(type(n) is int and n >= 0 for n in (start, end, *shape))
+            if not numbers or not start <= end <= size - 8 - length:
                 raise bad
             if entry["dtype"] in DTYPES and end - start != DTYPES[entry["dtype"]][0].itemsize * math.prod(shape):
                 raise bad
@@ -85,19 +84,18 @@ class Weights:
                 names = sorted({str(name) for name in read_json_file(index)["weight_map"].values()})
             except (ValueError, KeyError, AttributeError, TypeError):
                 raise ModelError(f"{index} cannot be read", "download or copy the model again") from None
-            if any(Path(name).name != name for name in names):  # a shard lies in the folder itself, never elsewhere
+            if any(Path(name).name != name for name in names):  # a shard is in the folder itself
                 raise ModelError(f"{index} points outside its folder")
             return [self.folder / name for name in names]
         if (self.folder / "model.safetensors").is_file():
             return [self.folder / "model.safetensors"]
         if list(self.folder.glob("*.bin")) or list(self.folder.glob("*.pth")):
             raise ModelError(
-                f"{self.folder} has its weights only as pickles, which can run code when they are opened",
-                "convert them with save_pretrained(…, safe_serialization=True), or take a safetensors version",
+                f"{self.folder} has its weights only as pickles, which can run code when opened",
+                "convert them with save_pretrained(…, safe_serialization=True), or use a safetensors version",
             )
-        raise ModelError(
-            f"{self.folder} has no model.safetensors", "give the folder that transformers' save_pretrained wrote"
-        )
+        hint = "give the folder that transformers' save_pretrained wrote"
+        raise ModelError(f"{self.folder} has no model.safetensors", hint)
 
     def __contains__(self, name: str) -> bool:
         return name in self.places

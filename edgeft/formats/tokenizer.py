@@ -11,7 +11,7 @@ import json
 import re
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -34,7 +34,7 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'Answer:' }}{% endif %}"
 )
 
-# Special tokens that llama.cpp takes for the end of an answer, whatever else the model says.
+# Special tokens that end an answer in llama.cpp, whatever the model's configuration says.
 END_TEXTS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
     | {"<|end_of_text|>", "<end_of_utterance>", "<|eot|>", "<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}
@@ -54,20 +54,20 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
-        """Special tokens in the text are parsed; BOS stands in front once, when the model wants one."""
+        """Special tokens in the text are parsed; BOS is added once, if the model wants one."""
         ...
 
     def decode(self, ids: Ids) -> str:
-        """Special tokens are left out."""
+        """Without special tokens."""
         ...
 
     def piece(self, token: int) -> str:
-        """One token as text, special ones shown."""
+        """One token as text, also a special one."""
         ...
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """A file is a GGUF file; a folder or a name of the form owner/name is Hugging Face's."""
+    """Of a GGUF file, a Hugging Face folder or a hub id."""
     place = config.place(path)
     try:
         if place.is_dir():
@@ -81,29 +81,35 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
     raise ModelError(f"there is no model at {path}", "give a GGUF file, a Hugging Face folder or a hub id (owner/name)")
 
 
-# ---------------------------------------------------------------- GGUF, through llama.cpp
+LLAMA_ERRORS: deque[str] = deque(maxlen=8)  # error messages of llama.cpp, newest last
 
 
-@functools.lru_cache(maxsize=1)
-def _quiet_llama() -> tuple[Any, Any, deque[str]]:
-    """The llama.cpp library with its log kept off the screen: (library, callback, its last error lines)."""
+@functools.cache
+def _log_callback() -> Any:  # llama.cpp keeps a bare pointer: the cache keeps the callback alive
     from llama_cpp import llama_cpp
 
-    errors: deque[str] = deque(maxlen=4)
-
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator, unused-ignore]
-    def log(level: int, text: bytes, _: Any) -> None:
-        if level == 4:  # GGML_LOG_LEVEL_ERROR
-            errors.append(text.decode("utf-8", "replace").strip())
+    def log(level: int, text: bytes | None, _: Any) -> None:
+        if level == 4 and text:  # GGML_LOG_LEVEL_ERROR
+            LLAMA_ERRORS.append(text.decode("utf-8", "replace").strip())
 
-    return llama_cpp, log, errors
+    llama_cpp.llama_backend_init()
+    return log
 
 
 def quiet_llama() -> Any:
-    """The low-level llama_cpp module; each call puts the silent log callback in place again."""
-    library, log, _ = _quiet_llama()  # the cache keeps the callback alive
-    library.llama_log_set(log, ctypes.c_void_p(0))
-    return library
+    """The low-level module of llama-cpp-python; each call turns off the output of llama.cpp again."""
+    from llama_cpp import llama_cpp
+
+    llama_cpp.llama_log_set(_log_callback(), ctypes.c_void_p(0))
+    return llama_cpp
+
+
+def filled(array: type[Any], room: int, call: Callable[[Any, int], int]) -> Any:
+    """The values that llama.cpp writes into an array of `array`; it returns -n where it needs space for n."""
+    while (n := call(buffer := (array * room)(), room)) < 0:
+        room = -n
+    return buffer[:n]
 
 
 class GgufTokenizer:
@@ -112,26 +118,22 @@ class GgufTokenizer:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._llama = llama = quiet_llama()
-        check_vocabulary(GGUF.open(self.path))  # damage must not reach llama.cpp, which may abort
-        errors = _quiet_llama()[2]
-        errors.clear()
+        check_vocabulary(GGUF.open(self.path))  # llama.cpp may abort on a damaged file
+        LLAMA_ERRORS.clear()
         params = llama.llama_model_default_params()
         params.vocab_only = True
         model = llama.llama_model_load_from_file(str(self.path).encode(), params)
         if not model:
-            prefix = r"(\w+: )?(error loading model( \w+)?: )*"  # the function's name, and the same words again
-            reason = re.sub("^" + prefix, "", errors[0]) if errors else "llama.cpp cannot read it"
+            prefix = r"(\w+: )?(error loading model( \w+)?: )*"  # llama.cpp's function name and repeated words
+            reason = re.sub("^" + prefix, "", LLAMA_ERRORS[0]) if LLAMA_ERRORS else "llama.cpp cannot read it"
             raise ModelError(f"{self.path.name} is damaged or of an unknown kind: {reason}", "download the file again")
         self._model = model
         weakref.finalize(self, llama.llama_model_free, model).atexit = False
         self._vocab = vocab = llama.llama_model_get_vocab(model)
-        self._buffer = (llama.llama_token * 4096)()
-        self._bytes = ctypes.create_string_buffer(4096)
         self.vocab_size: int = llama.llama_vocab_n_tokens(vocab)
         if self.vocab_size == 0:
-            raise ModelError(
-                f"{self.path.name} has no vocabulary", "a vocabulary is part of every complete GGUF model file"
-            )
+            hint = "a vocabulary is part of every complete GGUF model file"
+            raise ModelError(f"{self.path.name} has no vocabulary", hint)
         self.bos: int = llama.llama_vocab_bos(vocab)
         self.eos: int = llama.llama_vocab_eos(vocab)
         if max(self.bos, self.eos) >= self.vocab_size:
@@ -148,46 +150,31 @@ class GgufTokenizer:
     def encode(self, text: str) -> list[int]:
         special = not (self.add_bos and self.bos_text and text.startswith(self.bos_text))
         data = text.encode("utf-8", "replace")
-        for _ in range(2):
-            size = len(self._buffer)
-            n = self._llama.llama_tokenize(self._vocab, data, len(data), self._buffer, size, special, True)
-            if n >= 0:
-                break
-            self._buffer = (self._llama.llama_token * -n)()  # too small: -n is what it needs
-        ids = cast("list[int]", self._buffer[:n])
+        call = functools.partial(self._llama.llama_tokenize, self._vocab, data, len(data))
+        ids: list[int] = filled(ctypes.c_int32, 4096, lambda buffer, size: call(buffer, size, special, True))
         if special and self.add_eos and ids and ids[-1] == self.eos:
             ids.pop()  # the prompt goes on after this text
         return ids
 
     def decode(self, ids: Ids) -> str:
-        tokens = (self._llama.llama_token * len(ids))(*ids)
-        for _ in range(2):
-            size = len(self._bytes)
-            n = self._llama.llama_detokenize(self._vocab, tokens, len(ids), self._bytes, size, False, False)
-            if n >= 0:
-                break
-            self._bytes = ctypes.create_string_buffer(-n)
-        return self._bytes.raw[:n].decode("utf-8", "replace")
+        tokens = (ctypes.c_int32 * len(ids))(*ids)
+        call = functools.partial(self._llama.llama_detokenize, self._vocab, tokens, len(ids))
+        text: bytes = filled(ctypes.c_char, 4096, lambda buffer, size: call(buffer, size, False, False))
+        return text.decode("utf-8", "replace")
 
     def piece(self, token: int) -> str:
         if not 0 <= token < self.vocab_size:
             raise IndexError(f"token {token} is outside the vocabulary of {self.vocab_size}")
-        for _ in range(2):
-            n = self._llama.llama_token_to_piece(self._vocab, token, self._bytes, len(self._bytes), 0, True)
-            if n >= 0:
-                break
-            self._bytes = ctypes.create_string_buffer(-n)
-        return self._bytes.raw[:n].decode("utf-8", "replace")
-
-
-# ---------------------------------------------------------------- Hugging Face
+        call = functools.partial(self._llama.llama_token_to_piece, self._vocab, token)
+        text: bytes = filled(ctypes.c_char, 64, lambda buffer, size: call(buffer, size, 0, True))
+        return text.decode("utf-8", "replace")
 
 
 class HfTokenizer:
     """transformers' tokenizer of a folder or hub id."""
 
     def __init__(self, path: str | Path) -> None:
-        from edgeft.formats.hub import open_tokenizer_file, resolve
+        from edgeft.formats.source import open_tokenizer_file, resolve
 
         folder = resolve(str(path))
         self._tok: Any = open_tokenizer_file(folder)
@@ -200,16 +187,14 @@ class HfTokenizer:
             starts = tok.bos_token_id is not None and tok("a")["input_ids"][:1] == [tok.bos_token_id]
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             raise ModelError(f"the tokenizer of {folder} cannot be used: {str(error)[:200]}") from None
         self._bos = [int(tok.bos_token_id)] if starts else []
         named = tok.chat_template.get("default") if isinstance(tok.chat_template, dict) else tok.chat_template
         self.has_template = bool(named)
         self.template: str = named or PLAIN_TEMPLATE
-        self.eog = frozenset({self.eos} - {-1} | self._end_ids() | self._generation_ids(folder))
-
-    def _end_ids(self) -> set[int]:
-        return {i for i, token in self._tok.added_tokens_decoder.items() if str(token) in END_TEXTS}
+        ends = {i for i, token in tok.added_tokens_decoder.items() if str(token) in END_TEXTS}
+        self.eog = frozenset({self.eos} - {-1} | ends | self._generation_ids(folder))
 
     @staticmethod
     def _generation_ids(folder: Path) -> set[int]:
@@ -220,14 +205,13 @@ class HfTokenizer:
         return {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
 
     def encode(self, text: str) -> list[int]:
-        text = text.encode("utf-8", "replace").decode()  # lone surrogates would be refused
+        text = text.encode("utf-8", "replace").decode()  # lone surrogates are errors
         ids = cast("list[int]", self._tok(text, add_special_tokens=False)["input_ids"])
         return ids if not self._bos or ids[:1] == self._bos else self._bos + ids
 
     def decode(self, ids: Ids) -> str:
-        return cast(
-            str, self._tok.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        plain = [int(i) for i in ids]
+        return cast(str, self._tok.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def piece(self, token: int) -> str:
         text = cast(str, self._tok.decode([token], clean_up_tokenization_spaces=False))
@@ -235,11 +219,8 @@ class HfTokenizer:
         return " " + text if mark.startswith("▁") and not text.startswith(" ") else text
 
 
-# ---------------------------------------------------------------- the chat template
-
-
 def render(tokenizer: Tokenizer, messages: Sequence[Message], generate: bool) -> str:
-    """The conversation as the model reads it; `generate` adds what stands before an answer."""
+    """The conversation as the model reads it; `generate` adds the start of an answer."""
     values = {"bos_token": tokenizer.bos_text, "eos_token": tokenizer.eos_text, "tools": None, "documents": None}
     given = {**values, "messages": [dict(m) for m in messages], "add_generation_prompt": generate}
     try:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from typing import Any
+
 from gguf.constants import GGUFValueType
 
-from edgeft.errors import ModelError
+from edgeft.errors import ExportError, ModelError
 from edgeft.formats.gguf import ARRAY, GGUF, STRING
 
 SENTENCEPIECE, BYTE_LEVEL = "llama", "gpt2"  # tokenizer.ggml.model
@@ -13,9 +17,9 @@ _VOCABULARY = {"tokens": STRING, "scores": GGUFValueType.FLOAT32, "token_type": 
 
 
 def check_vocabulary(gguf: GGUF) -> None:
-    """llama.cpp takes types and lengths of these arrays for granted, and aborts where a token stands twice."""
+    """llama.cpp does not check types and lengths of these arrays, and aborts where a token occurs twice."""
     again = "download or copy it again"
-    if gguf.get_key("split.count", 0) not in (0, 1):  # llama.cpp would open the others, which nobody has looked at
+    if gguf.get_key("split.count", 0) not in (0, 1):  # llama.cpp would open the others unchecked
         raise ModelError(f"{gguf.path} is one of several parts", "join them first: `llama-gguf-split --merge`")
     model = gguf.get_key("tokenizer.ggml.model")
     if model not in TOKENIZERS:
@@ -24,19 +28,87 @@ def check_vocabulary(gguf: GGUF) -> None:
             f"{gguf.path} has {said}, which is not supported",
             f"supported: {', '.join(TOKENIZERS)}; a vocabulary is part of every complete GGUF model file",
         )
-    there = {
-        key: gguf.described(f"tokenizer.ggml.{key}") for key in _VOCABULARY if f"tokenizer.ggml.{key}" in gguf.records
-    }
-    count = there["tokens"][2] if "tokens" in there else 0
-    for key, (kind, item, length) in there.items():
+    present = [key for key in _VOCABULARY if f"tokenizer.ggml.{key}" in gguf.records]
+    arrays = {key: gguf.described(f"tokenizer.ggml.{key}") for key in present}
+    count = arrays["tokens"][2] if "tokens" in arrays else 0
+    for key, (kind, item, length) in arrays.items():
         if kind != ARRAY or item != _VOCABULARY[key] or (key != "merges" and length != count):
-            raise ModelError(f"{gguf.path} is damaged: its tokenizer.ggml.{key} are not what they should be", again)
-    if not count or (model == BYTE_LEVEL and "merges" not in there):
+            raise ModelError(f"{gguf.path} is damaged: its tokenizer.ggml.{key} has a wrong type or length", again)
+    if not count or (model == BYTE_LEVEL and "merges" not in arrays):
         raise ModelError(f"{gguf.path} has no vocabulary", "a vocabulary is part of every complete GGUF model file")
     tokens = {text or b"[EMPTY_%d]" % i for i, text in enumerate(gguf.texts("tokenizer.ggml.tokens"))}
     if len(tokens) < count:
-        raise ModelError(f"{gguf.path} is damaged: a token stands twice in its vocabulary", again)
-    if model == SENTENCEPIECE and not all(
-        b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens for byte in range(256)
-    ):
+        raise ModelError(f"{gguf.path} is damaged: a token occurs twice in its vocabulary", again)
+    lacking = [byte for byte in range(256) if b"<0x%02X>" % byte not in tokens and bytes([byte]) not in tokens]
+    if model == SENTENCEPIECE and lacking:
         raise ModelError(f"{gguf.path} is damaged: its vocabulary lacks tokens for single bytes", again)
+
+
+LLAMA3_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_REGEX = LLAMA3_REGEX.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN_REGEX = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """One rule."""
+
+    regex: str = ""  # "": GPT-2's own
+    digits: bool = False  # digits are split off one by one first
+    ignore_merges: bool = False  # a whole word in the vocabulary is taken as it is
+
+
+SPLITTERS = {
+    "gpt-2": Splitter(),
+    "smollm": Splitter(digits=True),
+    "llama-bpe": Splitter(LLAMA3_REGEX, ignore_merges=True),
+    "qwen2": Splitter(QWEN2_REGEX),
+    "tekken": Splitter(TEKKEN_REGEX, ignore_merges=True),
+}
+# other names under which llama.cpp does the same
+SAME_SPLITTERS = {
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
+    **dict.fromkeys(("llama3", "llama-v3"), "llama-bpe"),
+    "deepseek-r1-qwen": "qwen2",
+}
+
+
+def splitter_name(source: Any) -> str:
+    """llama.cpp's name of a tokenizer.json's pre-tokenizer; only what is the same for certain."""
+    found = _splitter(source)
+    for name, splitter in SPLITTERS.items():
+        if splitter == found:
+            return name
+    raise ExportError(
+        f"this tokenizer splits text in a way that llama.cpp has no certain name for: "
+        f"{json.dumps([source['normalizer'], source['pre_tokenizer']])[:240]}",
+        f"known: {', '.join(SPLITTERS)}; export with --format hf and use llama.cpp's own converter",
+    )
+
+
+def _splitter(source: Any) -> Splitter | None:
+    normalizer, pre = source["normalizer"], source["pre_tokenizer"] or {}
+    *steps, last = pre.get("pretokenizers", [pre])
+    # Qwen's NFC is the one normalizer that llama.cpp is known to leave out; text is nearly always NFC already
+    if normalizer is not None and normalizer["type"] != "NFC":
+        return None
+    if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+        return None
+    regex, digits = "", False
+    for step in steps:
+        if step["type"] == "Split" and not regex and "Regex" in step["pattern"]:
+            regex = step["pattern"]["Regex"].replace("\r", r"\r").replace("\n", r"\n")
+        elif step["type"] == "Digits" and step["individual_digits"] and not regex:
+            digits = True
+        else:
+            return None
+    if bool(regex) == last.get("use_regex", True):  # split twice, or not at all
+        return None
+    return Splitter(regex, digits, bool(source["model"].get("ignore_merges", False)))

@@ -13,22 +13,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from edgeft.host.files import read_json, write_json
-from edgeft.host.locks import LockFile
+from edgeft.host.files import LockFile, read_json, write_json
 
 POLL_S = 0.2  # while another process makes the entry
 
 PIECE = 1 << 20  # bytes hashed at a time
 
 
-def folder() -> Path | None:
-    """EDGEFT_CACHE, or `edgeft` in the user's cache folder; None without a home folder."""
-    override = os.environ.get("EDGEFT_CACHE")
-    if override:
-        return Path(override).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME", "")
+def folder(part: str = "") -> Path | None:
+    """`part` of EDGEFT_CACHE, or of `edgeft` in the user's cache folder; None without a home folder."""
+    override, base = os.environ.get("EDGEFT_CACHE"), os.environ.get("XDG_CACHE_HOME", "")  # a relative base is ignored
     try:
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "edgeft"  # a relative one is ignored
+        if override:
+            return Path(override).expanduser().absolute() / part
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "edgeft" / part
     except RuntimeError:
         return None
 
@@ -38,17 +36,6 @@ def private(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(OSError):  # another user's, or a file system without modes
         path.chmod(0o700)
-
-
-def trunks() -> Path | None:
-    root = folder()
-    return root / "trunk" if root else None
-
-
-def searches() -> Path | None:
-    """Contributions that `edgeft search` measured."""
-    root = folder()
-    return root / "search" if root else None
 
 
 class Entry:
@@ -80,8 +67,6 @@ class Entry:
         with contextlib.suppress(OSError):
             return self.lock_file.stat().st_mtime
         return 0.0
-
-    # ------------------------------------------------ the lock
 
     def _try(self, shared: bool = False) -> bool:
         """Takes the lock if it is free and its file is still the one in this folder."""
@@ -181,7 +166,7 @@ def _users(note: dict[str, Any]) -> list[str]:
 
 def forget(run: Path) -> int:
     """Deletes a run's entries in the shared cache unless another run uses them; bytes freed."""
-    root, freed = trunks(), 0
+    root, freed = folder("trunk"), 0
     if root is None or not root.is_dir():
         return 0
     mine = str(run.resolve())
@@ -250,8 +235,7 @@ def file_hash(file: Path) -> str:
     """SHA-256 of a whole file, cached for as long as its size and times stay the same."""
     status = file.stat()
     state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-    root = folder()
-    memory = root / "weights.json" if root else None
+    memory = folder("weights.json")
     known = (read_json(memory) if memory else None) or {}
     cached = known.get(str(file.resolve()))
     if isinstance(cached, list) and cached[:-1] == state:

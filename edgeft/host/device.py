@@ -1,4 +1,4 @@
-"""Probe of this machine: the memory, cores and CPU that a run can use here.
+"""Probe of this machine: the memory, cores and CPU that a run can use here; and device profiles.
 
 Nothing here imports torch, and every reader takes the root of a file tree, which may be another machine's.
 """
@@ -6,16 +6,20 @@ Nothing here imports torch, and every reader takes the root of a file tree, whic
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
 import platform
 import subprocess
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeft.config import Device
+from edgeft.config.reader import build, read_yaml
+from edgeft.config.resolve import check_heat, find_file
+from edgeft.config.schema import Device, ExecutionConfig, GovernorConfig
+from edgeft.errors import ConfigError
 from edgeft.host import cache
+from edgeft.host.files import read_json
 from edgeft.host.system import allowed_cpus
 
 ROOT = Path("/")
@@ -62,18 +66,13 @@ def read_int(path: Path) -> int | None:
         return None
 
 
-def _sysctl(name: str) -> str:
-    """One value of macOS' sysctl, "" elsewhere."""
-    if platform.system() != "Darwin":
-        return ""
+def command_output(command: list[str], timeout: float = 10.0) -> str:
+    """ "" if the command is absent, fails, or takes longer than `timeout` seconds."""
     try:
-        done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, errors="replace")
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-# ---------------------------------------------------------------- control groups
 
 
 @dataclass(frozen=True)
@@ -131,9 +130,6 @@ def stat_value(path: Path, name: str) -> int | None:
         if key == name and value.isdigit():
             return int(value)
     return None
-
-
-# ---------------------------------------------------------------- memory and cores
 
 
 @dataclass(frozen=True)
@@ -234,16 +230,14 @@ def cpu_name(root: Path = ROOT) -> str:
                 pass
         if name and name not in kinds:
             kinds.append(name)
-    return " + ".join(kinds) or _sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
-
-
-# ---------------------------------------------------------------- measured matrix products (doctor.py measures them)
+    apple = platform.system() == "Darwin"
+    brand = command_output(["sysctl", "-n", "machdep.cpu.brand_string"]) if apple else ""
+    return " + ".join(kinds) or brand or platform.processor() or platform.machine()
 
 
 def gemm_cache() -> Path | None:
     """The user's cache file; None without a home folder."""
-    folder = cache.folder()
-    return folder / "gemm.json" if folder else None
+    return cache.folder("gemm.json")
 
 
 def gemm_key(cpu: str, threads: int) -> str:
@@ -263,19 +257,12 @@ def bytes_key(cpu: str, threads: int) -> str:
 def read_gemm_cache() -> dict[str, dict[str, float]]:
     """Key → dtype → GFLOPS, and by `bytes_key` GB/s. Damaged entries are left out and measured again."""
     path = gemm_cache()
-    try:
-        entries = json.loads(read_text(path)) if path else {}
-    except (ValueError, RecursionError):
-        entries = {}
     good: dict[str, dict[str, float]] = {}
-    for key, rates in entries.items() if isinstance(entries, dict) else ():
+    for key, rates in ((read_json(path) if path else None) or {}).items():
         numbers = list(rates.values()) if isinstance(rates, dict) else []
         if numbers and all(type(n) in (int, float) and 0 < n < math.inf for n in numbers):
             good[key] = {dtype: float(n) for dtype, n in rates.items()}
     return good
-
-
-# ---------------------------------------------------------------- the profile `auto`
 
 
 def this_machine(root: Path = ROOT) -> Device:
@@ -291,3 +278,21 @@ def this_machine(root: Path = ROOT) -> Device:
         how={"threads": count},  # "all cores" would ignore a container's quota
         governor={} if read_text(root / "proc/device-tree/model") else dict(PC_HEAT),
     )
+
+
+def load_device(name: str) -> Device:
+    """A shipped profile, a user's file, or `auto`: this machine."""
+    if name == "auto":
+        return this_machine()
+    path = find_file("device", name)
+    values = read_yaml(path)
+    values.setdefault("name", path.stem)
+    profile = typing.cast(Device, build(Device, values))
+    build(ExecutionConfig, profile.how, "how")  # a profile sets how a run computes, never what it learns
+    check_heat(build(GovernorConfig, profile.governor, "governor"))
+    if not 0 < profile.budget_bytes <= profile.ram_bytes:
+        raise ConfigError(
+            f"`budget_bytes` of `{profile.name}` is {profile.budget_bytes}, and its `ram_bytes` {profile.ram_bytes}",
+            "a budget is above 0 and at most ram_bytes",
+        )
+    return profile

@@ -8,23 +8,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import json
 import os
 import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from edgeft.host import cache, device, profile, sensors, system
-from edgeft.host.device import ROOT, read_text
+from edgeft.errors import RunError
+from edgeft.host import cache, device, sensors, system
+from edgeft.host.device import ROOT, command_output, read_text
+from edgeft.host.files import write_json
 from edgeft.host.limit import can_make_group
 
 PACKAGES = ("edgeft", "torch", "transformers", "llama-cpp-python", "bitsandbytes")
@@ -53,16 +53,13 @@ WRITE_BYTES, WRITE_S = 1 << 29, 1.0  # of the disk's trial, whichever comes firs
 SHAPE = (512, 1024, 1024)  # (tokens, in, out): the size of one linear layer over a micro-batch, 1.07 GFLOP
 
 
-# ---------------------------------------------------------------- compute
-
-
 def simd(root: Path = ROOT) -> list[str]:
     """Vector extensions that matter for matrix products, by name."""
     words: set[str] = set()
     for fact in device.cpu_facts(root)[:1]:
         words.update((fact.get("flags", "") + " " + fact.get("Features", "")).lower().split())
     if not words:  # macOS: "hw.optional.arm.FEAT_DotProd: 1"
-        words = _apple_words(_output(["sysctl", "hw.optional"]))
+        words = _apple_words(command_output(["sysctl", "hw.optional"]))
     return [name for name, any_of in SIMD.items() if words & set(any_of)]
 
 
@@ -84,6 +81,18 @@ def _best_gflops(product: Callable[[], object]) -> float:
     return round(2 * rows * inner * out / best / 1e9, 1)
 
 
+@contextlib.contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def measure_gemm(threads: int) -> dict[str, float]:
     """GFLOPS of y = x Wᵀ by dtype. A dtype that this build of torch cannot multiply is left out."""
     import torch
@@ -94,56 +103,37 @@ def measure_gemm(threads: int) -> dict[str, float]:
     x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(0)).mul(30)  # ± 127 is over 4 sigma
     w = torch.randn(out, inner, generator=torch.Generator().manual_seed(1)).mul(30)
     rates: dict[str, float] = {}
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with _torch_threads(threads):
         for name, dtype in kinds.items():
             multiply = torch._int_mm if name == "int8" else torch.mm
             product = functools.partial(multiply, x.to(dtype), w.to(dtype).T)
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 rates[name] = _best_gflops(product)
-    finally:
-        torch.set_num_threads(before)
     return rates
 
 
 def gemm_rates(refresh: bool = False, threads: int | None = None) -> dict[str, float]:
     """GFLOPS by dtype (fp32, bf16, fp16, int8), measured once (about 1.5 s), then read from the user's cache file."""
-    count = threads or device.cores()
-    key = device.gemm_key(device.cpu_name(), count)
-    known = device.read_gemm_cache()
-    if refresh or key not in known:
-        known[key] = measure_gemm(count)
-        _write_cache(known)
-    return known[key]
+    return _measured_once(device.gemm_key, measure_gemm, refresh, threads)
 
 
 def byte_rates(refresh: bool = False, threads: int | None = None) -> dict[str, float]:
     """GB/s copied in memory (`copy`) and written to the cache folder's disk (`write`); measured once, in 1 to 2 s."""
-    count = threads or device.cores()
-    key = device.bytes_key(device.cpu_name(), count)
-    known = device.read_gemm_cache()
-    if refresh or key not in known:
-        known[key] = {"copy": _copy_rate(count), **_write_rate()}
-        _write_cache(known)
-    return known[key]
+    return _measured_once(device.bytes_key, lambda n: {"copy": _copy_rate(n), **_write_rate()}, refresh, threads)
 
 
 def _copy_rate(threads: int) -> float:
     """GB/s read and written by all threads, on more data than any processor's caches hold."""
     import torch
 
-    x, before = torch.ones(1 << 24), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    x = torch.ones(1 << 24)
+    with _torch_threads(threads):
         y = x + 1.0
         best = float("inf")
         for _ in range(5):
             begin = time.perf_counter()
             torch.add(x, 1.0, out=y)
             best = min(best, time.perf_counter() - begin)
-    finally:
-        torch.set_num_threads(before)
     return round(2 * x.nbytes / best / 1e9, 3)
 
 
@@ -173,18 +163,18 @@ def _write_rate() -> dict[str, float]:
             place.unlink(missing_ok=True)
 
 
-def _write_cache(entries: dict[str, dict[str, float]]) -> None:
-    path = device.gemm_cache()
-    if path is None:
-        return
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        cache.private(path.parent)
-        temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError:  # read-only home, full disk: it is measured again next time
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+def _measured_once(
+    key_of: Callable[[str, int], str], measure: Callable[[int], dict[str, float]], refresh: bool, threads: int | None
+) -> dict[str, float]:
+    count, path, known = threads or device.cores(), device.gemm_cache(), device.read_gemm_cache()
+    key = key_of(device.cpu_name(), count)
+    if refresh or key not in known:
+        known[key] = measure(count)
+        if path is not None:
+            with contextlib.suppress(OSError, RunError):  # read-only home, full disk: it is measured again next time
+                cache.private(path.parent)
+                write_json(path, known)
+    return known[key]
 
 
 def accelerator() -> dict[str, Any]:
@@ -201,17 +191,6 @@ def accelerator() -> dict[str, Any]:
     return {"kind": "none", "name": None, "memory_bytes": None}
 
 
-# ---------------------------------------------------------------- tools
-
-
-def _output(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, errors="replace")
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
 def compiler() -> dict[str, str] | None:
     """The C++ compiler that a build would use; llama-cpp-python and compiled steps need one."""
     try:
@@ -220,7 +199,7 @@ def compiler() -> dict[str, str] | None:
         own = []
     for command in filter(None, [own, ["c++"], ["g++"], ["clang++"]]):
         path = shutil.which(command[0])
-        text = _output([path, *command[1:], "--version"]) if path else ""
+        text = command_output([path, *command[1:], "--version"]) if path else ""
         if path and text:
             return {"path": path, "version": text.splitlines()[0]}
     return None
@@ -234,9 +213,6 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             installed[name] = None
     return installed
-
-
-# ---------------------------------------------------------------- disk
 
 
 def disk_kind(folder: Path, root: Path = ROOT) -> str | None:
@@ -281,9 +257,6 @@ def disk(folder: Path | None = None, root: Path = ROOT) -> dict[str, Any]:
     return {"folder": str(where), "free_bytes": usage.free, "total_bytes": usage.total, "kind": kind}
 
 
-# ---------------------------------------------------------------- which profile
-
-
 def board(root: Path = ROOT) -> str | None:
     """`Raspberry Pi 5 Model B Rev 1.0`; None on machines without a device tree."""
     return read_text(root / "proc/device-tree/model") or None
@@ -297,15 +270,12 @@ def pick_profile(root: Path = ROOT) -> dict[str, str]:
             continue
         for name in profiles:
             # A board reports up to 10 % less than is printed on it; with far more, the profile would waste the rest.
-            if 0.85 <= ram / profile.load_device(name).ram_bytes <= 1.3:
+            if 0.85 <= ram / device.load_device(name).ram_bytes <= 1.3:
                 return {"name": name, "reason": f"this is a {model} with {ram / 2**30:.1f} GiB"}
-        known = " and ".join(f"{profile.load_device(n).ram_bytes / 2**30:.0f}" for n in profiles)
+        known = " and ".join(f"{device.load_device(n).ram_bytes / 2**30:.0f}" for n in profiles)
         reason = f"this is a {model}, but with {ram / 2**30:.1f} GiB; its profiles are for {known} GiB"
         return {"name": "auto", "reason": reason}
     return {"name": "auto", "reason": "no shipped profile is for this machine; `auto` measures it"}
-
-
-# ---------------------------------------------------------------- all together
 
 
 def unavailable(root: Path = ROOT) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Atomic writes, JSON files, temporary files of killed processes, reads and writes at an offset."""
+"""Atomic writes, JSON files, temporary files of killed processes, access at an offset, locks, and free disk space."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from edgeft.config import format_size
 from edgeft.errors import RunError
 
 MAX_JSON_BYTES = 256 << 20  # a file is read whole
@@ -102,9 +103,6 @@ def remove_tree(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------- parts of an open file
-
-
 def open_handle(path: Path, flags: int) -> int:
     """os.open for bytes; a new file is readable by its user alone."""
     return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o600)
@@ -131,3 +129,92 @@ def write_at(handle: int, data: memoryview | bytes, offset: int) -> None:
         with _SEEK:
             os.lseek(handle, offset + done, os.SEEK_SET)
             done += os.write(handle, data[done:])
+
+
+class LockFile:
+    """An open file and the lock on it, which a child that inherits `handle` holds as well (not on Windows).
+
+    The system releases it when its process ends, however it ends. Exclusive locks are filelock's. Its ReadWriteLock is
+    an SQLite transaction, which cannot turn from exclusive into shared and is not inherited by a child: shared locks
+    are flock's, on the same descriptor. Windows has exclusive ones only.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+", buffering=0)
+
+    @property
+    def handle(self) -> int:
+        return self._file.fileno()
+
+    def exclusive(self, wait: bool = False) -> bool:
+        """Takes the lock if no other process has it; with `wait`, as soon as none has."""
+        from filelock import lock_descriptor  # 30 ms that most commands do not need
+
+        return lock_descriptor(self.handle, blocking=wait)
+
+    def shared(self) -> bool:
+        """Takes the lock together with others, or turns an exclusive one into a shared one."""
+        if sys.platform == "win32":
+            return self.exclusive()
+        import fcntl
+
+        try:
+            fcntl.flock(self.handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def is_current(self) -> bool:
+        """Is the path still this file? Another process may have deleted it, and made it again."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.handle))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Releases the lock, unless a child holds it too."""
+        self._file.close()
+
+    def delete(self) -> None:
+        """Deletes the file, then releases the lock."""
+        if sys.platform == "win32":  # an open file cannot be deleted there
+            self.close()
+            self.path.unlink(missing_ok=True)
+        else:
+            self.path.unlink(missing_ok=True)
+            self.close()
+
+
+Need = tuple[Path, str, int]  # the folder, what is written there, bytes
+
+
+def check_space(needs: list[Need]) -> None:
+    """RunError if one of the disks has less free space than is written to it."""
+    disks: dict[int, list[Need]] = {}
+    for need in needs:
+        disks.setdefault(os.stat(_existing(need[0])).st_dev, []).append(need)
+    for group in disks.values():
+        free, total = shutil.disk_usage(_existing(group[0][0])).free, sum(size for _, _, size in group)
+        if total > free:
+            largest_first = sorted(group, key=lambda need: -need[2])
+            terms = ", ".join(f"{what} {format_size(size)}" for _, what, size in largest_first if size)
+            raise RunError(
+                f"this run will write {format_size(total)} below {group[0][0]}; {format_size(free)} are free ({terms})",
+                "free some space, name another folder (--out, EDGEFT_CACHE), or keep less: "
+                "--set how.keep_checkpoints=1",
+            )
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def path_size(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder; 0 if there is neither."""
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return path.stat().st_size if path.is_file() else 0

@@ -12,6 +12,7 @@ import importlib
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -63,9 +64,6 @@ def search(pattern: str, text: str) -> str:
 def check(kind: str, source: str) -> None:
     """Raises Broken if a prompt or a pattern cannot be used at all."""
     _ask(False, f"check {kind}", source, {})
-
-
-# ---------------------------------------------------------------- in this process
 
 
 def _ask(peer: bool, kind: str, source: str, values: dict[str, Any]) -> str:
@@ -149,9 +147,6 @@ def _receive(file: IO[bytes]) -> dict[str, Any] | None:
     return dict(json.loads(data)) if len(head) == 8 and len(data) == length else None
 
 
-# ---------------------------------------------------------------- in the sandbox's process
-
-
 def main() -> None:
     """Answers requests until its parent closes the pipe or ends."""
     given = json.loads(sys.argv[1])
@@ -159,7 +154,7 @@ def main() -> None:
     os.dup2(2, 1)
     for name in ("jinja2.debug", "linecache", "random", "traceback"):  # jinja imports these late, when no file opens
         importlib.import_module(name)
-    _chat("{{ strftime_now('%d %b %Y') }}", {})
+    _chat_template("{{ strftime_now('%d %b %Y') }}").render()
     if given["peer"]:
         _peer("x", {"messages": [], "bos_token": "", "eos_token": ""})
     _limit(given["bytes"])
@@ -184,15 +179,19 @@ def _limit(memory: int) -> None:
 
 
 def _work(work: dict[str, Any]) -> dict[str, Any]:
-    import re
-
     import jinja2
 
     kind, source, values = work["kind"], work["source"], work["values"]
-    does = {"chat": _chat, "peer": _peer, "prompt": _prompt, "search": _search}
-    does |= {"check prompt": _check_prompt, "check search": _check_search}
+    does = {
+        "chat": lambda: _chat_template(source).render(**values),
+        "peer": lambda: _peer(source, values),
+        "prompt": lambda: _prompt_template(source).render(**values),
+        "search": lambda: _search(source, values["text"]),
+        "check prompt": lambda: _prompt_template(source) and "",
+        "check search": lambda: _check_search(source),
+    }
     try:
-        text = does[kind](source, values)
+        text = str(does[kind]())
         most = OUTPUT_CHARS + OUTPUT_TIMES * sum(len(m["content"]) for m in values.get("messages", []))
         if len(text) > most:
             return {"error": f"its output is {len(text)} characters long"}
@@ -239,25 +238,12 @@ def _chat_template(source: str) -> Any:
     return env.from_string(source)
 
 
-def _chat(source: str, values: dict[str, Any]) -> str:
-    return str(_chat_template(source).render(**values))
-
-
 @functools.lru_cache(maxsize=8)
 def _prompt_template(source: str) -> Any:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(source)
-
-
-def _check_prompt(source: str, values: dict[str, Any]) -> str:
-    _prompt_template(source)
-    return ""
-
-
-def _prompt(source: str, values: dict[str, Any]) -> str:
-    return str(_prompt_template(source).render(**values))
 
 
 def _peer(source: str, values: dict[str, Any]) -> str:
@@ -267,16 +253,12 @@ def _peer(source: str, values: dict[str, Any]) -> str:
     return str(formatter(messages=values["messages"]).prompt)
 
 
-def _search(source: str, values: dict[str, Any]) -> str:
-    import re
-
-    found = re.search(source, values["text"], re.DOTALL)
-    return (found.group(1) or "") if found else ""
+def _search(source: str, text: str) -> str:
+    match = re.search(source, text, re.DOTALL)
+    return (match.group(1) or "") if match else ""
 
 
-def _check_search(source: str, values: dict[str, Any]) -> str:
-    import re
-
+def _check_search(source: str) -> str:
     if re.compile(source).groups < 1:
         raise ValueError("it has no group")
     return ""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edgeft.errors import ConfigError
-from edgeft.host.device import ROOT, read_int, read_text
+from edgeft.host.device import ROOT, command_output, read_int, read_text
 
 # Names of thermal zones and hwmon chips that belong to the processor; others (disk, battery, radio) have their own
 # limits, and training does not heat them much.
@@ -29,9 +28,6 @@ ASK_S = 2.0  # longest wait for vcgencmd; it answers in milliseconds
 
 def root() -> Path:
     return Path(os.environ.get("EDGEFT_SYSFS") or ROOT)
-
-
-# ---------------------------------------------------------------- temperatures
 
 
 @dataclass(frozen=True)
@@ -75,19 +71,12 @@ def temperatures(root: Path = ROOT) -> list[dict[str, Any]]:
     return rows
 
 
-# ---------------------------------------------------------------- throttling
-
-
 def vcgencmd(root: Path, *words: str) -> str:
     """The answer of the Raspberry Pi's firmware, "" on other machines."""
     for place in VCGENCMD:
         program = root / place
         if program.is_file():
-            try:
-                done = subprocess.run([program, *words], capture_output=True, text=True, timeout=ASK_S)
-            except (OSError, subprocess.SubprocessError):
-                return ""
-            return done.stdout.strip() if done.returncode == 0 else ""
+            return command_output([str(program), *words], ASK_S)
     return ""
 
 
@@ -136,9 +125,6 @@ class Throttling:
         return list(dict.fromkeys(reasons))
 
 
-# ---------------------------------------------------------------- battery and mains
-
-
 def power(root: Path = ROOT) -> dict[str, Any]:
     """{"plugged": bool | None, "batteries": [{"name", "percent", "status", "energy_wh"}]}; None = unknown."""
     plugged: bool | None = None
@@ -170,9 +156,6 @@ def power(root: Path = ROOT) -> dict[str, Any]:
             plugged = battery.power_plugged
             batteries = [{"name": "battery", "percent": round(battery.percent), "status": None, "energy_wh": None}]
     return {"plugged": plugged, "batteries": batteries}
-
-
-# ---------------------------------------------------------------- for the governor
 
 
 class Sensors:

@@ -44,9 +44,6 @@ def missing() -> list[tuple[str, str]]:
     ]
 
 
-# ---------------------------------------------------------------- this process
-
-
 def die_with_parent(parent: int) -> None:
     """Ends this process when its parent ends, even by kill -9."""
     if sys.platform == "linux":
@@ -105,9 +102,6 @@ def allowed_cpus() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-# ---------------------------------------------------------------- memory
-
-
 def _libc(name: str) -> Any:
     """A function of the C library; None where it has none of this name (musl, macOS, Windows)."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
@@ -129,9 +123,6 @@ def advise(mapped: mmap.mmap, advice: str, start: int, length: int) -> None:
     """madvise by the advice's name, on whole pages."""
     if sys.platform != "win32" and hasattr(mmap, advice):
         mapped.madvise(getattr(mmap, advice), start, length)
-
-
-# ---------------------------------------------------------------- child processes
 
 
 def child_options(handles: Sequence[int] = (), before: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -176,9 +167,6 @@ def read_available(handle: int, size: int) -> bytes:
     return b""
 
 
-# ---------------------------------------------------------------- signals
-
-
 def stop_signals() -> tuple[int, ...]:
     """Signals that ask a process to stop."""
     if sys.platform == "win32":
@@ -214,9 +202,6 @@ def suspend_with(child: subprocess.Popen[bytes] | None) -> None:
 def was_killed(code: int) -> bool:
     """By SIGKILL, as the system ends a process when memory is short."""
     return sys.platform != "win32" and code == -signal.SIGKILL
-
-
-# ---------------------------------------------------------------- a time limit on a child
 
 
 def set_alarm(seconds: float) -> None:

@@ -12,11 +12,9 @@ from edgeft.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from edgeft.config import Recipe
     from edgeft.engine.backend import Backend
-    from edgeft.engine.linear import LinearSpec
     from edgeft.engine.optimizer import Optimizer
     from edgeft.engine.stack import Stack
     from edgeft.methods.scheme import Scheme
@@ -38,6 +36,7 @@ class Method:
     base_note = ""  # added to the key of the held-out loss before training, where that is not the base model's
 
     # What it costs
+    weight_bytes = 4  # of a trained number
     code_bytes = 5 * MIB  # that the library compiles and keeps for each size of a pass with bf16 products
     frugal = False  # no gradient reads a layer's whole input: most of a block can be recomputed from little
     replaces_base = False  # a tensor that is trained whole never reads its packed weight again
@@ -53,8 +52,6 @@ class Method:
                 f"`update.method: {self.name}` trains all input channels of a tensor",
                 "use `--set update.channels=1`, or `--set update.method=sparse`",
             )
-
-    # ------------------------------------------------ costs, of a weight (rows, cols) of which a share is trained
 
     def trained_sizes(self, scheme: Scheme, share: float, rows: int, cols: int) -> list[int]:
         """Numbers in each trained tensor."""
@@ -72,51 +69,40 @@ class Method:
         """Numbers per token and layer that plain torch keeps besides."""
         return 0
 
-    def weight_bytes(self, rounding: str) -> int:
-        """Of a trained number."""
-        return 4
-
     def momentum_bytes(self, state: str) -> int:
         """Of a trained number, that SGD keeps."""
         return 4
 
-    # ------------------------------------------------ layers
-
-    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
-        """The layer that takes the frozen one's place. `name` is its path in the model."""
+    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> torch.nn.Module:
+        """The layer that takes the frozen one's place, mostly a TrainedLinear. `name` is its path in the model."""
         raise NotImplementedError
 
     def inject(self, stack: Stack, scheme: Scheme, seed: int) -> None:
         """For a method that changes the whole stack at once, after `build`."""
 
-    def spec(self, layer: Any) -> LinearSpec:
-        """What a TrainedLinear computes and trains."""
-        raise NotImplementedError
-
     def operand(self, layer: Any, backend: Backend, bf16: bool) -> torch.Tensor:
-        """Its weight as a product reads it, where the spec's base is the layer itself."""
+        """A TrainedLinear's weight as a product reads it, if it has no base."""
         raise NotImplementedError
 
     def dense_weight(self, layer: Any) -> torch.Tensor:
         """The merged float32 weight of a TrainedLinear, in memory of its own."""
         raise NotImplementedError
 
-    def merged(self, module: nn.Module) -> torch.Tensor:
-        """For export: the weight with all that was trained in it."""
-        from edgeft.engine.stack import weight_of
-
-        return weight_of(module)
-
-    # ------------------------------------------------ training
-
     def choose_channels(self, stack: Stack, scheme: Scheme, backward: Callable[[], None]) -> bool:
         """Before the first step. `backward` runs over a few rows; False: nothing to choose."""
         return False
 
-    def optimizer(self, stack: Stack, parameters: dict[str, nn.Parameter], recipe: Recipe) -> Optimizer:
+    def optimizer(self, stack: Stack, parameters: dict[str, torch.nn.Parameter], recipe: Recipe) -> Optimizer:
         from edgeft.engine import optimizer
 
         return optimizer.make(parameters, recipe.train, recipe.how, stack.options.backend)
+
+
+def weight_of(module: Any) -> torch.Tensor:
+    """The dense float32 weight of any linear layer that a stack can hold, in memory of its own."""
+    if hasattr(module, "dense_weight"):  # packed, or trained in part
+        return module.dense_weight()  # type: ignore[no-any-return]
+    return module.weight.detach().float().clone()  # type: ignore[no-any-return]
 
 
 def channel_count(share: float, inputs: int) -> int:

@@ -27,7 +27,6 @@ from edgeft.methods.layer import TrainedLinear
 Tensor = torch.Tensor
 Draw = np.random.Generator
 LARGEST = 127  # of an int8 weight, to both sides
-CARRY = 254  # parts of a unit that a byte counts, half a unit to both sides
 PIECE = 1 << 20  # weights that are float32 at a time while they are updated
 
 
@@ -40,29 +39,22 @@ class Int8Optimizer(Optimizer):
     """For int8 weights; trained tensors of float32, biases and norms, are left to another."""
 
     def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        layers: dict[str, TrainedLinear],
-        recipe: Recipe,
-        backend: Backend,
+        self, parameters: dict[str, nn.Parameter], layers: dict[str, TrainedLinear], recipe: Recipe, backend: Backend
     ) -> None:
         """layers: by the names of the parameters that stand for their weights."""
         super().__init__(parameters, recipe.train, recipe.how, backend)
         if recipe.how.optimizer_state == "bf16":
             raise ConfigError("the moments of int8 weights are fp32 or 8bit", "--set how.optimizer_state=8bit")
-        self.layers, self.rounding = layers, recipe.update.rounding
+        self.layers = layers
         self.small = recipe.how.optimizer_state == "8bit"
         others = {name: p for name, p in parameters.items() if name not in layers}
         how = replace(recipe.how, optimizer_state="fp32")  # they are few
-        self.others = optimizer.make(others, recipe.train, how, backend) if others else None
+        self.others = (optimizer.make if others else Optimizer)(others, recipe.train, how, backend)
         self.taken = 0  # steps: what rounding draws depends on it
 
     def set_rate(self, lr: float, bias_lr: float | None = None) -> None:
         super().set_rate(lr, bias_lr)
-        if self.others:
-            self.others.set_rate(lr, bias_lr)
-
-    # ------------------------------------------------ one step
+        self.others.set_rate(lr, bias_lr)
 
     def step(self) -> float:
         norm = super().step()
@@ -70,12 +62,13 @@ class Int8Optimizer(Optimizer):
         return norm
 
     def _update(self, names: Iterable[str], factor: float) -> None:
-        names = list(names)
+        rest = []
         for name in names:
             if name in self.layers:
                 self._move(name, self.layers[name], factor)
-        rest = [name for name in names if name not in self.layers]
-        if self.others and rest:
+            else:
+                rest.append(name)
+        if rest:
             self.others._update(rest, factor)
 
     def _move(self, name: str, layer: Any, factor: float) -> None:
@@ -94,21 +87,7 @@ class Int8Optimizer(Optimizer):
             else:
                 step = self._adam(kept, layer, piece, gradient, draw).div_(scales)
                 step.add_(codes, alpha=self.lr * self.train.weight_decay)
-            self._put(kept, layer, piece, step.neg_().add_(codes), draw)
-
-    def _put(self, kept: dict[str, Any], layer: Any, piece: slice, values: Tensor, draw: Draw) -> None:
-        """Where W̄ should be, rounded."""
-        if self.rounding == "stochastic":
-            layer.codes[piece] = by_chance(values, draw).clamp_(-LARGEST, LARGEST)
-            return
-        carry = None
-        if self.rounding == "carry":
-            carry = kept.setdefault("carry", torch.zeros_like(layer.codes))[piece]  # in parts of a unit
-            values.add_(carry, alpha=1 / CARRY)
-        nearest = values.round().clamp_(-LARGEST, LARGEST)
-        layer.codes[piece] = nearest
-        if carry is not None:
-            carry.copy_(by_chance(values.sub_(nearest).mul_(CARRY), draw).clamp_(-LARGEST, LARGEST))
+            layer.codes[piece] = by_chance(step.neg_().add_(codes), draw).clamp_(-LARGEST, LARGEST)
 
     def _sgd(self, kept: dict[str, Any], layer: Any, piece: slice, gradient: Tensor, draw: Draw) -> Tensor:
         """With momentum: how far W̄ goes."""
@@ -130,8 +109,6 @@ class Int8Optimizer(Optimizer):
         self._remember(kept, "root", piece, root, draw)
         root.div_(math.sqrt(1 - beta2 ** kept["step"])).add_(EPS)
         return mean.div_(root).mul_(self.lr / (1 - beta1 ** kept["step"]))
-
-    # ------------------------------------------------ what is remembered
 
     def _recall(self, kept: dict[str, Any], layer: Any, part: str, piece: slice) -> Tensor:
         """A copy in float32; zeros to begin with."""
@@ -159,27 +136,19 @@ class Int8Optimizer(Optimizer):
 
     def forget(self) -> None:
         super().forget()
-        if self.others:
-            self.others.forget()
+        self.others.forget()
 
     def keep(self, names: set[str]) -> None:
         super().keep(names)
-        if self.others:
-            self.others.keep(names)
-
-    # ------------------------------------------------ checkpoints
+        self.others.keep(names)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         tensors, numbers = super().state()
-        if self.others:
-            more = self.others.state()
-            tensors, numbers = tensors | more[0], numbers | more[1]
-        return tensors, numbers | {"taken": self.taken}
+        more_tensors, more_numbers = self.others.state()
+        return tensors | more_tensors, numbers | more_numbers | {"taken": self.taken}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
         self.taken = int(numbers["taken"])
         super().restore(tensors, numbers)
         rest = {name: self.kept.pop(name) for name in list(self.kept) if name not in self.layers}
-        if self.others:
-            values = {f"adamw.{part}.{name}": value for name, kept in rest.items() for part, value in kept.items()}
-            self.others.restore(values, {})
+        self.others.restore({f"adamw.{part}.{name}": v for name, kept in rest.items() for part, v in kept.items()}, {})

@@ -5,6 +5,7 @@ A checkpoint holds each of its buffers and each trained parameter but a stand-in
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ PLAIN = ComputeOptions(TORCH)
 
 
 class TrainedLinear(nn.Module):
-    """(…, I) → (…, O). Its method says what is computed and trained; it takes over the frozen layer's bias."""
+    """(…, I) → (…, O). Its method sets what is computed and trained; it takes over the frozen layer's bias."""
 
     stand_in = ""  # the parameter that only carries a gradient: what it stands for is in buffers
 
@@ -33,7 +34,9 @@ class TrainedLinear(nn.Module):
         self.gradient_sizes: Tensor | None = None  # (I,) while observed: sums of squares of weight gradients
 
     def as_layer(self) -> LinearSpec | None:
-        return self.method.spec(self) if self.gradient_sizes is None else None  # observed: called as a module
+        """Of what the method set, by the names of LinearSpec; None while observed: called as a module."""
+        parts = {field.name: getattr(self, field.name) for field in fields(LinearSpec) if hasattr(self, field.name)}
+        return LinearSpec(**{"base": self} | parts) if self.gradient_sizes is None else None
 
     def operand(self, backend: Backend, bf16: bool) -> Tensor:
         return self.method.operand(self, backend, bf16)

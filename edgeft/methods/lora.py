@@ -6,14 +6,14 @@ The layers are PEFT's own; each also names its parts, so that the engine's produ
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from edgeft.methods.base import MIB, Method
+from edgeft.methods.base import MIB, Method, weight_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from edgeft.engine.linear import LinearSpec
     from edgeft.engine.stack import Stack
@@ -37,7 +37,7 @@ class Lora(Method):
     def kept_by_torch(self, scheme: Scheme, width: int) -> int:
         return scheme.rank + width // 2  # each adapter keeps its input, and x Aᵀ
 
-    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
+    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> torch.nn.Module:
         return module  # type: ignore[no-any-return]  # PEFT draws all adapters at once, see `inject`
 
     def inject(self, stack: Stack, scheme: Scheme, seed: int) -> None:
@@ -45,12 +45,8 @@ class Lora(Method):
         from peft import LoraConfig, inject_adapter_in_model
 
         names = "|".join(re.escape(f"{block}.{stack.arch.linears[tensor].path}") for block, tensor in scheme.shares)
-        config = LoraConfig(
-            r=scheme.rank,
-            lora_alpha=scheme.alpha,  # type: ignore[arg-type]
-            lora_dropout=0.0,
-            target_modules=rf"layers\.({names})",
-        )
+        alpha: Any = scheme.alpha  # PEFT's type is int
+        config = LoraConfig(r=scheme.rank, lora_alpha=alpha, target_modules=rf"layers\.({names})")
         trained = [p for p in stack.model.parameters() if p.requires_grad]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -63,31 +59,24 @@ class Lora(Method):
 
 
 @cache
-def _described(kind: type[nn.Module]) -> type[nn.Module]:
+def _described(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """PEFT's layer class, with what the engine and the export ask of a layer."""
     return type(kind.__name__, (kind,), {"as_layer": _spec, "dense_weight": _merged})
 
 
-def adapter(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+def adapter(layer: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
     """A (r, I) and B (O, r)."""
     return layer.lora_A["default"].weight, layer.lora_B["default"].weight
 
 
 def _spec(layer: Any) -> LinearSpec | None:
-    from torch import nn
+    from edgeft.engine.linear import linear_spec
 
-    from edgeft.engine.linear import LinearSpec
-    from edgeft.engine.packed import PackedLinear
-
-    base = layer.base_layer
-    if type(base) not in (nn.Linear, PackedLinear):
-        return None  # bitsandbytes': called as a module
-    return LinearSpec(base, base.bias, *adapter(layer), layer.scaling["default"])
+    base, (down, up) = linear_spec(layer.base_layer), adapter(layer)
+    return base and replace(base, down=down, up=up, scale=layer.scaling["default"])
 
 
 def _merged(layer: Any) -> torch.Tensor:
-    from edgeft.engine.stack import weight_of
-
     down, up = adapter(layer)
     merged: torch.Tensor = weight_of(layer.base_layer) + layer.scaling["default"] * (up @ down).detach()
     return merged

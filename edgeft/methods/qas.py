@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from edgeft.methods.base import Method
+from edgeft.methods.base import Method, weight_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from edgeft.config import Recipe
     from edgeft.engine.backend import Backend
-    from edgeft.engine.linear import LinearSpec
     from edgeft.engine.optimizer import Optimizer
     from edgeft.engine.stack import Stack
     from edgeft.methods.scheme import Scheme
@@ -26,19 +24,15 @@ class Qas(Method):
     about = "the chosen tensors, as int8 with a scale for each row"
     optimizer_states = ("fp32", "8bit")
     base_note = ", int8"  # rounded before the first step
+    weight_bytes = 1
     replaces_base = True
-
-    def weight_bytes(self, rounding: str) -> int:
-        return 2 if rounding == "carry" else 1
 
     def momentum_bytes(self, state: str) -> int:
         return 1 if state == "8bit" else 4
 
-    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
+    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> torch.nn.Module:
         import torch
-        from torch import nn
 
-        from edgeft.engine.stack import weight_of
         from edgeft.methods.int8 import LARGEST
         from edgeft.methods.layer import TrainedLinear
 
@@ -48,14 +42,9 @@ class Qas(Method):
         layer.register_buffer("codes", dense.div_(scales[:, None]).round_().to(torch.int8))  # W̄ (O, I)
         layer.register_buffer("scales", scales)  # s (O,)
         # stands for s W̄: has its shape and receives its gradient, and is a single zero in memory
-        layer.weight = nn.Parameter(torch.zeros(1, 1).expand(layer.out_features, layer.in_features))
+        layer.weight = torch.nn.Parameter(torch.zeros(1, 1).expand(layer.out_features, layer.in_features))
         layer.stand_in = "weight"
         return layer
-
-    def spec(self, layer: Any) -> LinearSpec:
-        from edgeft.engine.linear import LinearSpec
-
-        return LinearSpec(layer, layer.bias)
 
     def operand(self, layer: Any, backend: Backend, bf16: bool) -> torch.Tensor:
         """In the buffer that the next weight overwrites."""
@@ -71,7 +60,7 @@ class Qas(Method):
         weight: torch.Tensor = layer.codes * layer.scales[:, None]
         return weight
 
-    def optimizer(self, stack: Stack, parameters: dict[str, nn.Parameter], recipe: Recipe) -> Optimizer:
+    def optimizer(self, stack: Stack, parameters: dict[str, torch.nn.Parameter], recipe: Recipe) -> Optimizer:
         from edgeft.methods.int8 import Int8Optimizer
         from edgeft.methods.layer import trained_linears
 

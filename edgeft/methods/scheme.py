@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from edgeft import methods
 from edgeft.arch import Architecture
 from edgeft.config import PartConfig, UpdateConfig
 from edgeft.errors import ConfigError
-from edgeft.methods import Method, rotation
+from edgeft.methods import Method
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
+    from edgeft.engine.optimizer import Optimizer
     from edgeft.engine.stack import Stack
 
 BLOCKS_HINT = (
@@ -60,12 +62,6 @@ class Scheme:
     def share(self, block: int, tensor: str) -> float:
         """Of the input channels of this weight, how much is trained: 0 = frozen. LoRA's adapters see all of them."""
         return self.shares.get((block, tensor), 0.0)
-
-    def biased(self, block: int, tensor: str) -> bool:
-        return (block, tensor) in self.biases
-
-    def normed(self, block: int) -> bool:
-        return block in self.norms
 
 
 def parse_blocks(spec: Any, depth: int) -> tuple[int, ...]:
@@ -150,16 +146,17 @@ def make(update: UpdateConfig, depth: int, arch: Architecture) -> Scheme:
     if not scheme.blocks:
         raise ConfigError("the recipe updates nothing", "turn on update.weights, update.biases or update.norms")
     scheme.method.validate(scheme)
-    rotation.check(scheme)
+    if scheme.cycle_blocks > len(scheme.blocks):
+        raise ConfigError(
+            f"`update.cycle_blocks` is {scheme.cycle_blocks}, but the recipe trains {len(scheme.blocks)} blocks",
+            "use fewer at a time, or 0 for all of them",
+        )
     return scheme
 
 
-def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
+def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, torch.nn.Parameter]:
     """Puts the scheme into the stack; returns what is trained, by its name in transformers' model."""
     import torch
-    from torch import nn
-
-    from edgeft.engine.stack import set_submodule
 
     for parameter in stack.model.parameters():
         parameter.requires_grad_(False)
@@ -170,16 +167,14 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, nn.Parameter]:
             module: Any = block.get_submodule(path)
             if share := scheme.share(number, tensor):
                 module = scheme.method.build(module, scheme, share, seed, f"layers.{number}.{path}")
-                set_submodule(block, path, module)
-            if scheme.biased(number, tensor):
-                start = (
-                    torch.zeros(module.out_features) if module.bias is None else module.bias.detach().float().clone()
-                )
-                module.bias = nn.Parameter(start)
-        if scheme.normed(number):
+                block.set_submodule(path, module)
+            if (number, tensor) in scheme.biases:
+                start = torch.zeros(module.out_features) if module.bias is None else module.bias.detach().float()
+                module.bias = torch.nn.Parameter(start.clone())
+        if number in scheme.norms:
             for part in stack.arch.norms:
                 norm: Any = block.get_submodule(part.path)
-                norm.weight = nn.Parameter(norm.weight.detach().float().clone())
+                norm.weight = torch.nn.Parameter(norm.weight.detach().float().clone())
     if scheme.shares:
         scheme.method.inject(stack, scheme, seed)
     return {name: p for name, p in stack.model.named_parameters() if p.requires_grad}
@@ -191,15 +186,59 @@ def updated(stack: Stack, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
     Names: layers.11.self_attn.q_proj.weight, layers.3.mlp.up_proj.bias, layers.3.input_layernorm.weight.
     """
     for number in scheme.blocks:
-        block = stack.layers[number]
+        block: Any = stack.layers[number]
         for tensor, linear in stack.arch.linears.items():
             name = f"layers.{number}.{linear.path}"
             module: Any = block.get_submodule(linear.path)
             if scheme.share(number, tensor):
-                yield f"{name}.weight", scheme.method.merged(module)
-            if scheme.biased(number, tensor):
+                weight = module.dense_weight() if hasattr(module, "dense_weight") else module.weight.detach()
+                yield f"{name}.weight", weight
+            if (number, tensor) in scheme.biases:
                 yield f"{name}.bias", module.bias.detach()
-        if scheme.normed(number):
+        if number in scheme.norms:
             for norm in stack.arch.norms:
-                weight: torch.Tensor = block.get_submodule(norm.path).weight  # type: ignore[assignment]
-                yield f"layers.{number}.{norm.path}.weight", weight.detach()
+                yield f"layers.{number}.{norm.path}.weight", block.get_submodule(norm.path).weight.detach()
+
+
+def active_blocks(scheme: Scheme, step: int, seed: int) -> tuple[int, ...]:
+    """Of this step, by seed and step alone: each group trains once before any trains again.
+
+    Neighbours, because gradients then pass only through the blocks above the lowest of them.
+    """
+    if not scheme.cycle_blocks:
+        return scheme.blocks
+    groups = range(0, len(scheme.blocks), scheme.cycle_blocks)
+    round_, place = divmod(step // scheme.cycle_steps, len(groups))
+    start = groups[int(np.random.default_rng([seed, round_]).permutation(len(groups))[place])]
+    return scheme.blocks[start : start + scheme.cycle_blocks]
+
+
+def restricted(scheme: Scheme, blocks: tuple[int, ...]) -> Scheme:
+    """The scheme of these blocks alone."""
+    return replace(
+        scheme,
+        shares={key: share for key, share in scheme.shares.items() if key[0] in blocks},
+        biases=frozenset(key for key in scheme.biases if key[0] in blocks),
+        norms=scheme.norms & set(blocks),
+        cycle_blocks=0,
+    )
+
+
+class Rotation:
+    """The blocks that the present step trains."""
+
+    def __init__(self, scheme: Scheme, seed: int) -> None:
+        self.scheme, self.seed = scheme, seed
+        self.active = scheme
+
+    def advance(self, step: int, parameters: dict[str, torch.nn.Parameter], optimizer: Optimizer) -> None:
+        """Moments of blocks that go to rest are dropped: when they train again all others have moved, and old moments
+        would say little."""
+        blocks = active_blocks(self.scheme, step, self.seed)
+        if blocks == self.active.blocks:
+            return
+        self.active = restricted(self.scheme, blocks)
+        active = {name for name in parameters if int(name.split(".")[1]) in blocks}
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in active)
+        optimizer.keep(active)

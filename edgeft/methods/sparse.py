@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from edgeft.methods.base import Method, channel_count
+from edgeft.methods.base import Method, channel_count, weight_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
-    from edgeft.engine.linear import LinearSpec
     from edgeft.engine.stack import Stack
     from edgeft.methods.scheme import Scheme
 
@@ -29,47 +27,30 @@ class Sparse(Method):
     def validate(self, scheme: Scheme) -> None:
         """Biases and norms alone are enough."""
 
-    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
-        from torch import nn
+    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> torch.nn.Module:
+        import torch
 
-        from edgeft.engine.stack import weight_of
         from edgeft.methods.layer import TrainedLinear
 
         if share >= 1:
-            linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            linear.weight = nn.Parameter(weight_of(module))
+            linear = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            linear.weight = torch.nn.Parameter(weight_of(module))
             linear.bias = module.bias
             return linear
         columns = _first_channels(module, channel_count(share, module.in_features), scheme.choose)
         layer = TrainedLinear(self, module)
         layer.base = module
         layer.register_buffer("columns", columns)  # (C,) ascending
-        layer.part = nn.Parameter(weight_of(module)[:, columns])  # (O, C)
+        layer.part = torch.nn.Parameter(weight_of(module)[:, columns])  # (O, C)
         return layer
 
-    def spec(self, layer: Any) -> LinearSpec:
-        from edgeft.engine.linear import LinearSpec
-
-        return LinearSpec(layer.base, layer.bias, part=layer.part, columns=layer.columns)
-
     def dense_weight(self, layer: Any) -> torch.Tensor:
-        from edgeft.engine.stack import weight_of
-
         return weight_of(layer.base).index_copy_(1, layer.columns, layer.part.detach())
-
-    def merged(self, module: Any) -> torch.Tensor:
-        from edgeft.methods.layer import TrainedLinear
-
-        if isinstance(module, TrainedLinear):
-            return super().merged(module)
-        weight: torch.Tensor = module.weight.detach()  # no copy
-        return weight
 
     def choose_channels(self, stack: Stack, scheme: Scheme, backward: Callable[[], None]) -> bool:
         """Those with the largest gradients; only before anything is trained."""
         import torch
 
-        from edgeft.engine.stack import weight_of
         from edgeft.methods.layer import trained_linears
 
         layers: list[Any] = list(trained_linears(stack).values())
@@ -95,8 +76,6 @@ def largest(sizes: torch.Tensor, count: int) -> torch.Tensor:
 def _first_channels(base: Any, count: int, choose: str) -> torch.Tensor:
     """Until gradients are known: the largest columns of the weight, or the first ones."""
     import torch
-
-    from edgeft.engine.stack import weight_of
 
     return largest(weight_of(base).square_().sum(0), count) if choose == "weight" else torch.arange(count)
 

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgeft.methods.base import MIB, Method
+from edgeft.methods.base import MIB, Method, weight_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
-    from edgeft.engine.linear import LinearSpec
     from edgeft.methods.scheme import Scheme
 
 
@@ -37,9 +35,8 @@ class TinyTL(Method):
     def kept_width(self, scheme: Scheme, share: float, cols: int) -> int:
         return scheme.rank
 
-    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> nn.Module:
+    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> torch.nn.Module:
         import torch
-        from torch import nn
 
         from edgeft.methods.layer import TrainedLinear
 
@@ -48,17 +45,10 @@ class TinyTL(Method):
         random = np.random.default_rng([seed, zlib.crc32(name.encode())])
         signs = random.integers(0, 2, (scheme.rank, layer.in_features), dtype=np.int8)
         layer.down = torch.from_numpy(signs).float().mul_(2).sub_(1).mul_(layer.in_features**-0.5)  # A (r, I)
-        layer.up = nn.Parameter(torch.zeros(layer.out_features, scheme.rank))  # B (O, r)
+        layer.up = torch.nn.Parameter(torch.zeros(layer.out_features, scheme.rank))  # B (O, r)
         return layer  # type: ignore[no-any-return]
 
-    def spec(self, layer: Any) -> LinearSpec:
-        from edgeft.engine.linear import LinearSpec
-
-        return LinearSpec(layer.base, layer.bias, layer.down, layer.up, layer.scale)
-
     def dense_weight(self, layer: Any) -> torch.Tensor:
-        from edgeft.engine.stack import weight_of
-
         return weight_of(layer.base).addmm_(layer.up.detach(), layer.down, alpha=layer.scale)
 
 

@@ -30,7 +30,7 @@ def finetune(
     run: Run, until: str, allowed: Allowance = Allowance(), to_stderr: bool = False, enforce: bool = False
 ) -> dict[str, Any]:
     """Every stage up to `until`; the results in the run folder, put together. enforce: the system limits the memory."""
-    peaks = run.peaks()
+    peaks: dict[str, int] = {}
     with contextlib.ExitStack() as contexts:
         limit = contexts.enter_context(hard_limit(allowed.budget_bytes)) if enforce else None
         children = contexts.enter_context(StageRunner(run, allowed, to_stderr, limit))
@@ -47,7 +47,7 @@ def finetune(
                 raise
     if until == STAGES[-1] and not run.recipe.how.keep_data:
         run.drop_data()
-    wanted = STAGES[: STAGES.index(until) + 1]
+    wanted, peaks = STAGES[: STAGES.index(until) + 1], peaks | run.peaks()  # as the events have them
     result: dict[str, Any] = {"run": str(run.path)}
     if "train" in wanted:
         result |= read_json(run.done) or {}

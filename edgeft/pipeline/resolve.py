@@ -13,7 +13,7 @@ from edgeft import config, plan
 from edgeft.config import ExecutionConfig, Recipe, format_size
 from edgeft.data.tokens import Encoded
 from edgeft.formats.source import model_source
-from edgeft.pipeline.planning import make_plan
+from edgeft.pipeline.prepare import make_plan
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.run.record import Allowance, EngineChoice, Resolved, search_figures
@@ -41,7 +41,7 @@ def _is_for(record: Resolved, asked: Recipe, allowed: Allowance) -> bool:
 def _decide(
     run: Run, sides: Sides, allowed: Allowance, progress: Progress, before: Resolved | None
 ) -> tuple[Resolved, Engine]:
-    from edgeft.search.stage import FOUND, apply_search
+    from edgeft.search.problem import FOUND, apply_search
 
     recipe, update_why = apply_search(run, run.fitted)
     if before is not None:
@@ -85,8 +85,7 @@ def _how(values: Any) -> ExecutionConfig:
 def choose_engine(recipe: Recipe, rows: list[Encoded], progress: Progress, before: EngineChoice | None) -> Engine:
     from edgeft.engine import choose
     from edgeft.methods import scheme as schemes
-    from edgeft.plan.flops import Pass, step_flops
-    from edgeft.plan.schedule import Schedule
+    from edgeft.plan.flops import Pass, Schedule, step_flops
 
     shape = plan.shape_of(model_source(recipe.model.path), recipe.model.frozen)
     scheme = schemes.make(recipe.update, shape.depth, shape.arch)

@@ -1,20 +1,24 @@
-"""The train stage, and one stage by its name."""
+"""The train and export stages, the checks before any work, and one stage by its name."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from edgeft.arch.check import check_model
 from edgeft.data import tokens as data_tokens
-from edgeft.errors import RunError
+from edgeft.errors import ExportError, RunError
+from edgeft.export import FORMATS, Job
+from edgeft.formats.ggml import check_type
 from edgeft.formats.source import is_gguf, model_source
-from edgeft.pipeline.check import check_disk, check_scheme
-from edgeft.pipeline.export import export
+from edgeft.host.files import check_space
 from edgeft.pipeline.prepare import prepare
 from edgeft.pipeline.resolve import resolve
 from edgeft.run.events import SchemeEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.run.record import Allowance
-from edgeft.train.build import build
+from edgeft.train.build import build, trained_stack
 
 
 def train(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> None:
@@ -24,10 +28,9 @@ def train(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> Non
     if run.read_json(run.done) is not None:
         return
     from edgeft import plan
-    from edgeft.formats.hub import model_id
-    from edgeft.host.disk import check
-    from edgeft.plan import disk
-    from edgeft.search.stage import search_for_run
+    from edgeft.formats.source import model_id
+    from edgeft.plan.fit import disk_needs
+    from edgeft.search.problem import search_for_run
     from edgeft.train import trunk
     from edgeft.train.loop import Trainer
 
@@ -51,8 +54,34 @@ def train(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> Non
     progress.line(f"{trainer.schedule.steps} steps, peak learning rate {trainer.schedule.peak:.2g}")
     job = trainer.trunk_job(model_id(source))
     shape = plan.shape_of(source, resolved.recipe.model.frozen)
-    check([*disk.needs(run, shape, scheme), *trunk.missing(run, job)])
+    check_space([*disk_needs(run, shape, scheme), *trunk.missing(run, job)])
     trainer.fit(job)
+
+
+def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress, budget_bytes: int = 0) -> dict[str, Any]:
+    """Writes the tuned model; returns its path, its format, and what the format reports."""
+    from edgeft.engine import choose
+
+    if kind not in FORMATS:
+        raise ExportError(f"unknown format `{kind}`", f"known: {', '.join(FORMATS)}")
+    if kind == "gguf":
+        check_type(type_name)
+    # weights are read twice here, once to be copied and once for the check: none of them need stay in memory
+    stack, scheme, _ = trained_stack(run, progress, choose.recalled(run), spare_memory=True)
+    source = model_source(run.recipe.model.path)
+    job = Job(run, stack, scheme, source, out, type_name, progress, budget_bytes)
+    return {"path": str(out), "format": kind, **FORMATS[kind](job)}
+
+
+def _check_scheme_and_disk(run: Run, source: str) -> None:
+    """Refuses blocks and tensors that the model does not have, and a run that the disk has no room for, as far as that
+    can be known without its rows."""
+    from edgeft import plan
+    from edgeft.methods import scheme
+    from edgeft.plan.fit import disk_needs
+
+    shape = plan.shape_of(source, run.recipe.model.frozen)
+    check_space(disk_needs(run, shape, scheme.make(run.recipe.update, shape.depth, shape.arch)))
 
 
 def do_stage(run: Run, name: str, progress: Progress, allowed: Allowance = Allowance()) -> None:
@@ -60,7 +89,7 @@ def do_stage(run: Run, name: str, progress: Progress, allowed: Allowance = Allow
     with run.stage(name):
         _do_stage(run, name, progress, allowed)
     if name == "eval" and run.evaluation.is_file():
-        from edgeft.report import write_report
+        from edgeft.report.render import write_report
 
         progress.line(f"report: {write_report(run)}")  # with the time of this stage
 
@@ -73,11 +102,11 @@ def _do_stage(run: Run, name: str, progress: Progress, allowed: Allowance) -> No
         Governor(run, progress).pause_if_needed()  # the train stage asks between micro-batches; these at their start
     if name == "prepare":
         check_model(source, run.recipe.model.frozen)
-        check_scheme(run.recipe, source)
-        check_disk(run, source)
+        if is_gguf(source):
+            _check_scheme_and_disk(run, source)
         prepare(run, progress, allowed)
     elif name == "search":
-        from edgeft.search.stage import search_for_run
+        from edgeft.search.problem import search_for_run
 
         search_for_run(run, run.fitted, allowed.budget_bytes, progress)
     elif name == "train":

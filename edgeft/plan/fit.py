@@ -1,6 +1,6 @@
-"""A plan: how a run fits its budget, in the fastest way that does; or what it would take, where none does.
+"""A plan: the fastest execution of a run that fits its budget; or what would fit, where none does.
 
-*How* is chosen freely (micro-batch, recomputation, order of the trunk, pages given back, AdamW's precision). *What* is
+*How* is chosen freely (micro-batch, recomputation, order of the trunk, page release, AdamW's precision). *What* is
 learned stays as it is, unless `fit` was asked for.
 """
 
@@ -9,8 +9,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import operator
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from edgeft.config import CHANNELS, TENSORS, Device, ExecutionConfig, PartConfig, Recipe
@@ -18,14 +21,16 @@ from edgeft.engine import compiled
 from edgeft.engine.limits import kernels_can_run
 from edgeft.errors import ConfigError, DoesNotFitError
 from edgeft.host import device
+from edgeft.host.files import Need, path_size
 from edgeft.methods import scheme as schemes
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import memory, seconds
 from edgeft.plan.flops import step_flops
-from edgeft.plan.memory import EngineSpec
+from edgeft.plan.memory import EngineSpec, RunSpec
 from edgeft.plan.rows import Workload, total
 from edgeft.plan.seconds import Rates
 from edgeft.plan.shape import STATE_BYTES, Shape, exported_bytes, trained_parameters
+from edgeft.run.folder import Run
 
 SMALLEST = 64  # tokens of a micro-batch, below which products are too thin to be worth it
 SLACK = 0.03  # of the budget is left free: a plan may be off by so much
@@ -53,14 +58,12 @@ class Machine:
     @staticmethod
     def of(profile: Device, threads: int) -> Machine:
         """Another machine; that it has a compiler is assumed, bf16 instructions are not."""
-        rates = seconds.of_profile(profile)
-        unknown = Rates(1e11, 0.0, 1e10, seconds.WRITE_BYTES, "nothing: the profile says no rate")
-        return Machine(
-            profile.name, rates or unknown, rates is not None, threads or profile.cores, False, False, compiler=True
-        )
+        known, count = seconds.of_profile(profile), threads or profile.cores
+        rates = known or Rates(1e11, 0.0, 1e10, seconds.WRITE_BYTES, "nothing: the profile says no rate")
+        return Machine(profile.name, rates, known is not None, count, bf16=False, built=False, compiler=True)
 
 
-class Job:
+class Job(RunSpec):
     """One run as it is planned."""
 
     def __init__(
@@ -68,64 +71,51 @@ class Job:
     ) -> None:
         """engine: where a run has one already."""
         self.recipe, self.shape, self.load, self.machine = recipe, shape, load, machine
-        self.scheme: Scheme = schemes.make(recipe.update, shape.depth, shape.arch)
+        self.scheme = schemes.make(recipe.update, shape.depth, shape.arch)
         self.engine = engine or self._engine()
         self.free_products = engine is None and recipe.how.products == "auto"
         free = engine is None and recipe.how.compile == "auto" and not self.engine.kernels
-        self.asked = recipe if free and machine.compiler and self._able() else None  # kernels are worth it only to fit
-        # what `auto` comes to: the plan is for this
+        able = kernels_can_run(shape.head, shape.gate)
+        self.asked = recipe if free and machine.compiler and able else None  # kernels are worth it only to fit
+        # the plan is for what `auto` resolves to
         compile_, products = "on" if self.engine.kernels else "off", "bf16" if self.engine.half else "fp32"
-        self.recipe = dataclasses.replace(
-            recipe, how=dataclasses.replace(recipe.how, compile=compile_, products=products)
-        )
+        self.recipe = replace(recipe, how=replace(recipe.how, compile=compile_, products=products))
         self.exported_bytes = exported_bytes(shape, self.scheme, recipe.export.type)
 
     def _engine(self) -> EngineSpec:
-        """As train/engine.py will choose."""
+        """As engine/choose.py will choose."""
         how, machine, load = self.recipe.how, self.machine, self.load
-        able = self._able()
-        kernels = how.compile == "on" or self.recipe.train.token_share < 1
-        if how.compile == "auto" and not kernels:
+        kernels = how.compile == "on"
+        if how.compile == "auto":
             steps = load.passes(how.micro_batch_tokens)
             every = total([one for step in steps for one in step])
             work = step_flops(self.shape, self.scheme, every._replace(pairs=0, asked_pairs=0))
             worth = compiled.pays(work * load.steps / max(1, len(steps)), machine.rates.fp32)
+            able = kernels_can_run(self.shape.head, self.shape.gate)
             kernels = able and (machine.built or (machine.compiler and worth))
         half = how.products == "bf16" or (how.products == "auto" and kernels and machine.bf16)
         return EngineSpec(kernels, half, machine.threads)
 
-    def _able(self) -> bool:
-        """Can the kernels run this model?"""
-        return kernels_can_run(self.shape.head, self.shape.gate)
-
     def with_kernels(self) -> Job:
         """Compiled although the run is too short to gain time by it: they need less memory than plain torch."""
         assert self.asked is not None
-        how = dataclasses.replace(self.asked.how, compile="on")
-        return Job(dataclasses.replace(self.asked, how=how), self.shape, self.load, self.machine)
+        recipe = replace(self.asked, how=replace(self.asked.how, compile="on"))
+        return Job(recipe, self.shape, self.load, self.machine)
 
     def with_how(self, how: ExecutionConfig) -> Job:
-        found = copy.copy(self)
-        found.recipe = dataclasses.replace(self.recipe, how=how)
-        found.engine = dataclasses.replace(self.engine, half=how.products == "bf16")
-        return found
-
-    def stages(self, budget_bytes: int) -> dict[str, dict[str, int]]:
-        return memory.stages(
-            self.shape, self.scheme, self.recipe, self.load, self.engine, self.exported_bytes, budget_bytes
-        )
+        job = copy.copy(self)
+        job.recipe = replace(self.recipe, how=how)
+        job.engine = replace(self.engine, half=how.products == "bf16")
+        return job
 
     def peak(self, budget_bytes: int) -> int:
-        return max(map(memory.peak, self.stages(budget_bytes).values()))
+        return max(map(memory.peak, memory.stages(self, budget_bytes).values()))
 
     def clock(self) -> seconds.Clock:
-        return seconds.Clock(self.shape, self.scheme, self.recipe, self.load, self.engine, self.machine.rates)
+        return seconds.Clock(self, self.machine.rates)
 
     def seconds(self) -> float:
-        return sum(self.clock().stages(self.exported_bytes).values())
-
-
-# ---------------------------------------------------------------- how
+        return sum(self.clock().stages().values())
 
 
 def _states(job: Job) -> list[str]:
@@ -136,44 +126,28 @@ def _states(job: Job) -> list[str]:
     return [state for state in order[order.index(asked) :] if state in job.scheme.method.optimizer_states]
 
 
-def _products(job: Job) -> list[str]:
-    """bf16 ones need code for every size of a product; where nobody asked for them, they can be left out."""
-    asked = job.recipe.how.products
-    return [asked, "fp32"] if job.free_products and asked == "bf16" else [asked]
-
-
 def ways(job: Job) -> Iterator[ExecutionConfig]:
-    """As asked first, then all that need less, in any combination."""
+    """As asked first, then all that need less, in any combination; the last needs least."""
     asked = job.recipe.how
     size = asked.micro_batch_tokens
     sizes = [size, *(n for n in (512, 256, 128, SMALLEST) if n < size)]
-    recompute, spare = sorted({asked.recompute, True}), sorted({asked.spare_memory, True})
-    orders = [asked.trunk_order] + (["blocks"] if asked.trunk_order == "rows" else [])
-    every = itertools.product(_products(job), _states(job), orders, spare, recompute, sizes)
-    for products, state, order, give_back, again, tokens in every:
-        yield dataclasses.replace(
-            asked,
-            micro_batch_tokens=tokens,
-            recompute=again,
-            trunk_order=order,
-            spare_memory=give_back,
-            optimizer_state=state,
-            products=products,
-        )
+    # bf16 products need code for every size; where nobody asked for them, they can be left out
+    products = [asked.products] + (["fp32"] if job.free_products and asked.products == "bf16" else [])
+    axes: dict[str, list[Any]] = {
+        "products": products,
+        "optimizer_state": _states(job),
+        "trunk_order": [asked.trunk_order] + (["blocks"] if asked.trunk_order == "rows" else []),
+        "spare_memory": sorted({asked.spare_memory, True}),
+        "recompute": sorted({asked.recompute, True}),
+        "micro_batch_tokens": sizes,
+    }
+    for values in itertools.product(*axes.values()):
+        yield replace(asked, **dict(zip(axes, values, strict=True)))
 
 
-def frugal(job: Job) -> ExecutionConfig:
-    """What needs least."""
-    asked = job.recipe.how
-    return dataclasses.replace(
-        asked,
-        micro_batch_tokens=min(SMALLEST, asked.micro_batch_tokens),
-        recompute=True,
-        trunk_order="blocks",
-        spare_memory=True,
-        optimizer_state=_states(job)[-1],
-        products=_products(job)[-1],
-    )
+def least(job: Job) -> Job:
+    """The execution that needs least."""
+    return job.with_how(list(ways(job))[-1])
 
 
 def choose(job: Job, budget_bytes: int) -> Job | None:
@@ -189,9 +163,6 @@ def choose(job: Job, budget_bytes: int) -> Job | None:
         if best is None or took < best[0]:
             best = (took, tried)
     return best[1] if best else None
-
-
-# ---------------------------------------------------------------- what
 
 
 @dataclass(frozen=True)
@@ -233,17 +204,14 @@ def _tensor_options(tensors: Sequence[str]) -> list[list[str]]:
     return [some for n, some in enumerate(options) if some and set(some) < set(tensors) and some not in options[:n]]
 
 
-def _thinner(parts: Sequence[PartConfig], share: float) -> list[PartConfig]:
-    """The same tensors, with no more than this share of each one's channels."""
-    return [dataclasses.replace(part, channels=min(part.channels, share)) for part in parts]
-
-
 def smaller(job: Job) -> Iterator[Change]:
     """Runs that learn less, those that learn most of it first."""
     update = job.recipe.update
     axes: dict[str, list[Any]] = {"model.frozen": ["auto"] if job.recipe.model.frozen == "dense" else []}
     if update.parts:
-        axes["update.parts"] = [_thinner(update.parts, share) for share in CHANNELS[1:]]
+        axes["update.parts"] = [
+            [replace(part, channels=min(part.channels, share)) for part in update.parts] for share in CHANNELS[1:]
+        ]
     else:
         axes["update.blocks"] = _block_options(job.scheme)
         if update.weights:  # biases and norms are few: fewer tensors would save nothing
@@ -266,24 +234,20 @@ def smaller(job: Job) -> Iterator[Change]:
 
 
 def _changed(job: Job, settings: dict[str, Any]) -> Job:
-    recipe = copy.deepcopy(job.recipe)
-    shape = job.shape
+    recipe = job.recipe
     for key, value in settings.items():
         part, _, name = key.partition(".")
-        setattr(getattr(recipe, part), name, value)
-    if "model.frozen" in settings:
-        shape = dataclasses.replace(shape, dense=False)
-    load = job.load
-    if "data.max_tokens" in settings:
-        load = load.cut(settings["data.max_tokens"])
-    found = Job(recipe, shape, load, job.machine, job.engine)
-    found.free_products = job.free_products
-    return found
+        recipe = replace(recipe, **{part: replace(getattr(recipe, part), **{name: value})})
+    shape = replace(job.shape, dense=False) if "model.frozen" in settings else job.shape
+    load = job.load.cut(settings["data.max_tokens"]) if "data.max_tokens" in settings else job.load
+    changed = Job(recipe, shape, load, job.machine, job.engine)
+    changed.free_products = job.free_products
+    return changed
 
 
 def fits(job: Job, budget_bytes: int) -> int | None:
     """The least that it needs, if that is within the budget."""
-    need = job.with_how(frugal(job)).peak(budget_bytes)
+    need = least(job).peak(budget_bytes)
     return need if need <= (1 - SLACK) * budget_bytes else None
 
 
@@ -304,9 +268,6 @@ def proposals(job: Job, budget_bytes: int) -> list[str]:
     return list(found.values())
 
 
-# ---------------------------------------------------------------- the plan
-
-
 def make(job: Job, budget_bytes: int, fit: bool = False) -> tuple[Job, dict[str, Any]]:
     """(the run as it is done, the plan as plan.json holds it); DoesNotFitError if it cannot be done."""
     chosen = choose(job, budget_bytes)
@@ -318,26 +279,22 @@ def make(job: Job, budget_bytes: int, fit: bool = False) -> tuple[Job, dict[str,
     if chosen is None and fit:
         for change in smaller(job):
             if fits(change.job, budget_bytes) is not None and (chosen := choose(change.job, budget_bytes)):
-                changed = [
-                    f"{key} {_value(job.recipe, key)} → {_yaml(value)}" for key, value in change.settings.items()
-                ]
+                before = {key: operator.attrgetter(key)(job.recipe) for key in change.settings}
+                changed = [f"{key} {_yaml(before[key])} → {_yaml(value)}" for key, value in change.settings.items()]
                 break
     if chosen is None:
         raise _refusal(job, budget_bytes, fit)
-    return chosen, {**_told(job, chosen, budget_bytes, changed), "compiled_to_fit": to_fit}
+    return chosen, {**_figures(job, chosen, budget_bytes), "changed": changed, "compiled_to_fit": to_fit}
 
 
 def _refusal(job: Job, budget_bytes: int, fit: bool) -> DoesNotFitError:
-    least = job.with_how(frugal(job))
-    stages = least.stages(budget_bytes)
+    stages = memory.stages(least(job), budget_bytes)
     worst = max(stages, key=lambda name: memory.peak(stages[name]))
     tried = proposals(job, budget_bytes)
-    terms = sorted(stages[worst].items(), key=lambda item: -item[1])
-    largest = f"{terms[0][0]} {size(terms[0][1])}, {terms[1][0]} {size(terms[1][1])}"
-    hint = ", ".join(tried)
-    if tried and not fit:
-        hint += "; or let `--fit` choose"
+    hint = ", ".join(tried) + ("" if fit else "; or let `--fit` choose")
     if not tried:
+        terms = sorted(stages[worst].items(), key=lambda item: -item[1])
+        largest = ", ".join(f"{term} {size(count)}" for term, count in terms[:2])
         hint = f"nothing smaller that was tried fits ({largest} at the least): use a smaller model, or more memory"
     return DoesNotFitError(
         f"this needs {size(memory.peak(stages[worst]))} at the least (in the {worst} stage), "
@@ -346,15 +303,10 @@ def _refusal(job: Job, budget_bytes: int, fit: bool) -> DoesNotFitError:
     )
 
 
-def _value(recipe: Recipe, key: str) -> str:
-    part, _, name = key.partition(".")
-    return _yaml(getattr(getattr(recipe, part), name))
-
-
-def _told(asked: Job, chosen: Job, budget_bytes: int, changed: list[str]) -> dict[str, Any]:
-    stages = chosen.stages(budget_bytes)
+def _figures(asked: Job, chosen: Job, budget_bytes: int) -> dict[str, Any]:
+    stages = memory.stages(chosen, budget_bytes)
     clock = chosen.clock()
-    took = clock.stages(chosen.exported_bytes)
+    took = clock.stages()
     peaks = {name: memory.peak(terms) for name, terms in stages.items()}
     worst = max(peaks, key=lambda name: peaks[name])
     how, load, machine = chosen.recipe.how, chosen.load, chosen.machine
@@ -374,18 +326,13 @@ def _told(asked: Job, chosen: Job, budget_bytes: int, changed: list[str]) -> dic
         },
         "seconds": round(sum(took.values()), 1) if machine.timed else None,
         "search_seconds": round(took.get("search", 0.0), 1) if machine.timed else None,  # before training
-        "bound": clock.bound(),
+        "bound": max(clock.parts, key=clock.parts.__getitem__, default="matrix products"),
         "disk": disk_bytes(chosen),
-        "machine": {
-            "name": chosen.machine.name,
-            "threads": chosen.engine.threads,
-            "rates": chosen.machine.rates.source,
-        },
+        "machine": {"name": machine.name, "threads": chosen.engine.threads, "rates": machine.rates.source},
         "engine": {"kernels": chosen.engine.kernels, "half": chosen.engine.half},
         "how": dataclasses.asdict(how),
-        "smaller": {str(n): memory.peak(chosen.with_how(way).stages(budget_bytes)["train"]) for n, way in halved(how)},
-        "changed": changed,
-        "trained_parameters": trained_parameters(chosen.shape, chosen.scheme),
+        "smaller": _halved(chosen, budget_bytes),
+        "trained_parameters": chosen.trained,
         "steps": load.steps,
         "rows": {
             "train": load.train_rows,
@@ -395,22 +342,24 @@ def _told(asked: Job, chosen: Job, budget_bytes: int, changed: list[str]) -> dic
             "tree_tokens": load.train_tree_tokens,
             "sampled": load.sampled,
         },
-        "asked": dataclasses.asdict(dataclasses.replace(asked.recipe.how, products=how.products)),
+        "asked": dataclasses.asdict(replace(asked.recipe.how, products=how.products)),
     }
 
 
-def halved(how: ExecutionConfig) -> Iterator[tuple[int, ExecutionConfig]]:
-    """Smaller micro-batches, which a run goes to when memory turns out to be short."""
-    size = how.micro_batch_tokens // 2
-    while size >= SMALLEST:
-        yield size, dataclasses.replace(how, micro_batch_tokens=size)
-        size //= 2
+def _halved(job: Job, budget_bytes: int) -> dict[str, int]:
+    """Bytes of training with smaller micro-batches, which a run goes to when memory turns out to be short."""
+    sizes, tokens = {}, job.recipe.how.micro_batch_tokens // 2
+    while tokens >= SMALLEST:
+        smaller = job.with_how(replace(job.recipe.how, micro_batch_tokens=tokens))
+        sizes[str(tokens)] = memory.peak(memory.stages(smaller, budget_bytes)["train"])
+        tokens //= 2
+    return sizes
 
 
 def disk_bytes(job: Job) -> dict[str, int]:
     """By what is written."""
-    how, trained = job.recipe.how, trained_parameters(job.shape, job.scheme)
-    cache, between = memory.boundary_bytes(job.shape, job.recipe, job.load)
+    how, trained = job.recipe.how, job.trained
+    cache, between = memory.boundary_bytes(job)
     cached = job.scheme.cut > 0 and how.trunk == "cache"
     state = memory.state_bytes(job.recipe)
     return {
@@ -421,6 +370,24 @@ def disk_bytes(job: Job) -> dict[str, int]:
         "best weights": 2 * 4 * trained,
         "exported model": job.exported_bytes,
     }
+
+
+def disk_needs(run: Run, shape: Shape, scheme: Scheme) -> list[Need]:
+    """What a run will still write, except the trunk cache, whose size is known only when the rows are."""
+    how, trained = run.effective.how, trained_parameters(shape, scheme)
+    needs: list[Need] = []
+    if not run.tokens.is_file():
+        rows = Path(run.recipe.data.path) if run.recipe.data.path else None
+        if rows is not None and os.path.isfile(rows):  # of a folder, nobody knows yet which files are rows
+            needs.append((run.path, "tokens", 2 * path_size(rows)))  # ids, and the rows' own text
+    if not run.done.is_file():
+        each = int(trained * (4 + STATE_BYTES[how.optimizer_state]))  # weights and AdamW's two moments
+        # one more than is kept: the oldest goes when the newest is there
+        needs.append((run.path, "checkpoints", max(0, (how.keep_checkpoints + 1) * each - path_size(run.checkpoints))))
+        needs.append((run.path, "best weights", max(0, 2 * 4 * trained - path_size(run.best))))
+    if not (run.exported.is_file() and run.model.is_file()):
+        needs.append((run.path, "exported model", exported_bytes(shape, scheme, run.recipe.export.type)))
+    return needs
 
 
 def size(count: int) -> str:

@@ -1,11 +1,15 @@
-"""Floating-point work that a scheme needs, counted: what a perfect engine would do and no more.
+"""Steps of a run, their learning rates, and the floating-point operations that a scheme needs; no torch.
 
-Products only, a multiply and an add as two; norms, gates and the optimiser are left out.
+Operations are those of a perfect engine: products only, a multiply and an add as two, without norms and optimiser.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from edgeft.config import TrainConfig
 
 if TYPE_CHECKING:
     from edgeft.methods.scheme import Scheme
@@ -16,6 +20,7 @@ SAMPLE_TOKENS, HELDOUT_TOKENS = 6144, 3072
 PART_TOKENS = 384  # of one pass: a trial from a low cut keeps activations of all blocks above it
 WARM_STEPS = 16  # of biases and norms, before it looks
 STEP_PARTS = 2  # of the sample, that make up a step
+WITHOUT_GRADIENT = 2  # micro-batches may be so many times larger where no activation is kept for a backward pass
 ATTENTION_BACK = 2.5  # products of its backward pass over those of the forward pass: five against two
 
 
@@ -69,3 +74,57 @@ def search_tokens(train_tokens: int, heldout_tokens: int) -> float:
 def search_pays(train_tokens: int, heldout_tokens: int, epochs: float) -> bool:
     """Is training more work than the search before it?"""
     return 3 * train_tokens * epochs > search_tokens(train_tokens, heldout_tokens)
+
+
+@dataclass
+class Schedule:
+    """Steps and learning rates of a run."""
+
+    rows: int
+    train: TrainConfig
+    width: int = 0  # of the model
+
+    @property
+    def peak(self) -> float:
+        """Adam moves every weight by the rate; the more of them a sum has, the less each may move."""
+        scaled = self.train.lr_width and self.width
+        return self.train.lr * self.train.lr_width / self.width if scaled else self.train.lr
+
+    @property
+    def bias_peak(self) -> float:
+        """Of biases and norms: they are in no sum over a width."""
+        return self.train.bias_lr or self.peak
+
+    @property
+    def per_epoch(self) -> int:
+        return -(-self.rows // self.train.batch_rows)
+
+    @property
+    def steps(self) -> int:
+        steps = max(1, math.ceil(self.train.epochs * self.per_epoch))
+        return min(steps, self.train.steps) if self.train.steps else steps
+
+    @property
+    def passes(self) -> float:
+        """Over the rows: epochs, or fewer where `train.steps` ends it."""
+        return self.steps / self.per_epoch
+
+    def lr(self, step: int) -> float:
+        return self.peak * self._share(step)
+
+    def bias_lr(self, step: int) -> float:
+        return self.bias_peak * self._share(step)
+
+    def _share(self, step: int) -> float:
+        """Of the peak: linear warm-up, then half a cosine down to final_lr."""
+        warm = max(1, round(self.train.warmup * self.steps))
+        if step < warm:
+            return (step + 1) / warm
+        share = (step - warm) / max(1, self.steps - warm)
+        low = self.train.final_lr
+        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+
+    def validate_after(self) -> set[int]:
+        """Counts of finished steps after which the held-out loss is taken; the end is one of them."""
+        times = self.train.validations
+        return {max(1, round(self.steps * (i + 1) / times)) for i in range(times)}

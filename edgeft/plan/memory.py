@@ -1,83 +1,47 @@
 """Resident memory by stage and term, from what the code holds; only what libraries take is measured.
 
-Resident is what the system counts for a process: pages of a mapped file are in it from their first use until they are
-let go of.
+Resident is what the system counts for a process: pages of a mapped file count from their first use until released.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from edgeft import methods
-from edgeft.config import TENSORS, ExecutionConfig, Recipe
+from edgeft.config import TENSORS, Recipe
 from edgeft.engine.limits import HEAD_ROWS, LOGITS_BYTES
 from edgeft.methods.scheme import Scheme
-from edgeft.plan.buffers import top_bytes
-from edgeft.plan.limits import (
-    BATCH,
-    BATCH_TOKENS,
-    CACHE_BYTES,
-    CACHE_SHARE,
-    CELLS,
-    LEAST_TOKENS,
-    MEMORY_SHARE,
-    OUTPUTS,
-    SCORED_TOKENS,
-    SPOOL_BYTES,
-    TARGETS,
-)
+from edgeft.plan import limits
+from edgeft.plan.buffers import Top
 from edgeft.plan.rows import Sizes, Workload
 from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters, trained_tensors
 
 MIB = 1 << 20
-
-STAGES = ("prepare", "trunk", "train", "export", "eval")  # trunk and train are one process
-
 TERMS = (
     *("libraries", "packed frozen weights", "trained weights", "gradients", "optimiser state", "saved activations"),
     *("boundary states", "logits chunk", "unpack scratch", "data"),
 )
-
 # Pages of a file that llama.cpp has mapped: they are in memory while there is room, and no run needs more for them.
 GIVES_WAY = "mapped file"
 
 # What a process holds before it has read a weight or a row, measured with torch 2.13 on x86-64.
 PYTHON_BYTES = 75 * MIB  # Python, numpy, gguf, llama.cpp's library and its tokenizer: the stages without torch
-
 # With torch, its matrix library's own buffers, and the kernels. 265 to 310 were seen: the system maps more or fewer
 # pages of a library around those that are touched.
 LEAN_BYTES = 290 * MIB
-
 TRANSFORMERS_BYTES = 480 * MIB  # with transformers and PEFT besides
-
 LLAMA_BYTES = 30 * MIB  # llama.cpp while it runs a model
-
 HALF_BYTES = 25 * MIB  # code that the library makes for bf16 products,
-
-# and keeps for every size of a pass, see block.padded: 0.6 MiB for each kind of product
-SIZE_BYTES = 6 * MIB
-
+SIZE_BYTES = 6 * MIB  # and keeps for every size of a pass, see block.padded: 0.6 MiB for each kind of product
 LAST_BYTES = 4 * MIB  # for a size that only the last block has: fewer kinds
-
 CHANNELS_BYTES = 7 * MIB  # besides Method.code_bytes, where some channels of a weight are trained,
-
 SHARE_BYTES = 0.6 * MIB  # and for every further share of a tensor's channels that some block has
-
-NO_SIZES = Sizes()
-
 FAULT_BYTES = 64 << 10  # mapped around a page that is touched, where the system's cache has it
-
 CACHED_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # the trunk cache, a value of a state
-
-# A row in Python: ids and mask, its path through the forest, its nodes' tokens, parents and positions.
-TOKEN_BYTES = 28
-
+TOKEN_BYTES = 28  # of a row in Python: ids and mask, its path through the forest, nodes' tokens, parents, positions
 ROW_BYTES = 2000
-
 TEXT_BYTES = 40  # a token of a row that is there as text, too
-
-VERIFY_ROWS = 12  # held-out rows on which an exported file is compared, as in pipeline.py
+VERIFY_ROWS = 12  # held-out rows on which an exported file is compared
 
 
 @dataclass(frozen=True)
@@ -89,31 +53,45 @@ class EngineSpec:
     threads: int
 
 
-def stages(
-    shape: Shape,
-    scheme: Scheme,
-    recipe: Recipe,
-    load: Workload,
-    engine: EngineSpec,
-    exported_bytes: int,
-    budget_bytes: int,
-) -> dict[str, dict[str, int]]:
-    """Bytes by stage and term, at the peak of each."""
-    found = {
-        "prepare": _prepare(load),
-        "trunk": _trunk(shape, scheme, recipe, load, engine),
-        "train": _train(shape, scheme, recipe, load, engine),
-        "export": _export(shape, scheme, recipe, load, engine, exported_bytes, budget_bytes),
-        "eval": _eval(shape, scheme, recipe, load, max(exported_bytes, shape.file_bytes), budget_bytes),
+@dataclass
+class RunSpec:
+    """What memory and time are computed from."""
+
+    recipe: Recipe
+    shape: Shape
+    load: Workload
+    scheme: Scheme
+    engine: EngineSpec
+    exported_bytes: int
+
+    @property
+    def lean(self) -> bool:
+        """The kernels run it without transformers."""
+        return self.engine.kernels and not self.scheme.method.uses_peft and self.shape.lean
+
+    @property
+    def trained(self) -> int:
+        """Trained numbers."""
+        return trained_parameters(self.shape, self.scheme)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all trained weights."""
+        return methods.get(self.recipe.update.method).weight_bytes * self.trained
+
+
+def stages(spec: RunSpec, budget_bytes: int) -> dict[str, dict[str, int]]:
+    """Bytes by stage and term, at the peak of each; trunk and train are one process."""
+    every: dict[str, dict[str, float]] = {
+        "prepare": {"libraries": PYTHON_BYTES, "data": _data(spec.load, texts=True)},
+        "trunk": _trunk(spec),
+        "train": _train(spec),
+        "export": _export(spec, budget_bytes),
+        "eval": _eval(spec, budget_bytes),
     }
-    if scheme.cut == 0 or recipe.how.trunk == "rerun":
-        del found["trunk"]
-    return {stage: {term: int(terms.get(term, 0)) for term in (*TERMS, GIVES_WAY)} for stage, terms in found.items()}
-
-
-def weight_bytes(recipe: Recipe) -> int:
-    """Of a trained number."""
-    return methods.get(recipe.update.method).weight_bytes(recipe.update.rounding)
+    if spec.scheme.cut == 0 or spec.recipe.how.trunk == "rerun":
+        del every["trunk"]
+    return {stage: {term: int(terms.get(term, 0)) for term in (*TERMS, GIVES_WAY)} for stage, terms in every.items()}
 
 
 def state_bytes(recipe: Recipe) -> float:
@@ -129,11 +107,12 @@ def peak(terms: dict[str, int]) -> int:
     return sum(size for term, size in terms.items() if term != GIVES_WAY)
 
 
-def libraries(shape: Shape, scheme: Scheme, engine: EngineSpec, sizes: Sizes = NO_SIZES) -> int:
+def _libraries(spec: RunSpec, sizes: Sizes | None = None) -> int:
     """sizes: of passes with bf16 products."""
-    lean = engine.kernels and not scheme.method.uses_peft and shape.lean
-    half = HALF_BYTES + _size_bytes(scheme) * sizes.whole + LAST_BYTES * sizes.asked if sizes.whole else 0
-    return (LEAN_BYTES if lean else TRANSFORMERS_BYTES) + half
+    size = LEAN_BYTES if spec.lean else TRANSFORMERS_BYTES
+    if sizes and sizes.whole:
+        size += HALF_BYTES + _size_bytes(spec.scheme) * sizes.whole + LAST_BYTES * sizes.asked
+    return size
 
 
 def _size_bytes(scheme: Scheme) -> int:
@@ -150,55 +129,45 @@ def _data(load: Workload, texts: bool) -> int:
     return tokens * (TOKEN_BYTES + (TEXT_BYTES if texts else 0)) + rows * ROW_BYTES
 
 
-def _embedding(shape: Shape, load: Workload) -> int:
-    """Pages of its rows that the data's tokens touch."""
-    return min(shape.embedding_bytes, load.unique_tokens * FAULT_BYTES) if shape.mapped else shape.embedding_bytes
-
-
-def _largest(shape: Shape) -> int:
-    """Values of the largest linear."""
-    return max(rows * cols for _, rows, cols in shape.linears())
-
-
-def _largest_packed(shape: Shape) -> int:
-    return max((size for block in shape.blocks for size in block), default=0)
-
-
-def _weights(shape: Shape, scheme: Scheme, how: ExecutionConfig, load: Workload, running: range) -> int:
+def _weights(spec: RunSpec, running: range, release: bool) -> int:
     """Frozen weights in memory while these blocks run: as stored, and of `dense` ones float32 copies besides."""
+    shape, scheme = spec.shape, spec.scheme
     if not shape.mapped:
         return shape.file_bytes
+    tables, whole = _tables(spec, release), {(b, t) for (b, t), share in scheme.shares.items() if share >= 1}
     if shape.dense:
-        whole = [t for b in scheme.blocks for t in TENSORS if scheme.share(b, t) >= 1 and scheme.method.dense]
-        replaced = sum(rows * cols for rows, cols in map(shape.linear, whole))  # by the trained weights
-        dense = 4 * (shape.depth * shape.block_parameters - replaced)
-        return dense + _tables(shape, load, how)
-    if how.spare_memory:
-        return _largest_packed(shape) + _tables(shape, load, how)
+        replaced = [shape.linear(tensor) for _, tensor in whole if scheme.method.dense]  # by the trained weights
+        return 4 * (shape.depth * shape.block_parameters - sum(rows * cols for rows, cols in replaced)) + tables
+    if release:
+        return max((size for block in shape.blocks for size in block), default=0) + tables
     touched = {(block, tensor) for block in running for tensor in TENSORS}
     if scheme.method.replaces_base:  # what is trained as a whole was read once, and its pages released
-        touched -= {(b, t) for b in scheme.blocks for t in TENSORS if scheme.share(b, t) >= 1}
-    return sum(shape.packed_bytes(b, t) for b, t in touched) + _tables(shape, load, how)
+        touched -= whole
+    return sum(shape.packed_bytes(b, t) for b, t in touched) + tables
 
 
-def _tables(shape: Shape, load: Workload, how: ExecutionConfig) -> int:
-    if how.spare_memory:
+def _tables(spec: RunSpec, release: bool) -> int:
+    """Embedding and head; of a mapped embedding, the pages of rows that the data's tokens touch."""
+    shape = spec.shape
+    if release:
         return (shape.head_bytes or shape.embedding_bytes) * HEAD_ROWS // max(shape.vocabulary, HEAD_ROWS)
-    return shape.head_bytes + _embedding(shape, load) if shape.head_bytes else shape.embedding_bytes
+    if not shape.head_bytes:
+        return shape.embedding_bytes
+    return shape.head_bytes + min(shape.embedding_bytes, spec.load.unique_tokens * FAULT_BYTES)
 
 
 def _scratch(shape: Shape, engine: EngineSpec, trunk: bool) -> int:
     """Buffers for one unpacked weight; they grow to the largest that was asked for, and stay."""
-    head = 4 * min(HEAD_ROWS, shape.vocabulary) * shape.width
+    head, largest = 4 * min(HEAD_ROWS, shape.vocabulary) * shape.width, max(r * c for _, r, c in shape.linears())
     if shape.dense:
         return head
     wide = trunk or not engine.half or not shape.kernel_types  # in float32
-    found = max(head, (4 if wide else 2) * _largest(shape))
+    size = max(head, (4 if wide else 2) * largest)
     if engine.half and not shape.kernel_types:  # then to bf16
-        found += 2 * _largest(shape)
+        size += 2 * largest
     if shape.mapped:  # packed rows, put in order
-        found += max((shape.packed_bytes(0, tensor) for tensor in shape.arch.interleaved), default=0)
-    return found
+        size += max((shape.packed_bytes(0, tensor) for tensor in shape.arch.interleaved), default=0)
+    return size
 
 
 def _forward(shape: Shape, tokens: int) -> int:
@@ -206,45 +175,40 @@ def _forward(shape: Shape, tokens: int) -> int:
     return 4 * tokens * (8 * shape.width + shape.query + 2 * shape.ffn)
 
 
-def _prepare(load: Workload) -> dict[str, float]:
-    return {"libraries": PYTHON_BYTES, "data": _data(load, texts=True)}
-
-
-def _trunk(shape: Shape, scheme: Scheme, recipe: Recipe, load: Workload, engine: EngineSpec) -> dict[str, float]:
-    how = recipe.how
-    tokens = max((one.tokens for one in load.trunk(how.micro_batch_tokens)), default=load.longest)
-    running = range(1) if how.trunk_order == "blocks" else range(scheme.cut)
+def _trunk(spec: RunSpec) -> dict[str, float]:
+    shape, how = spec.shape, spec.recipe.how
+    tokens = max((one.tokens for one in spec.load.trunk(how.micro_batch_tokens)), default=spec.load.longest)
+    running = range(1) if how.trunk_order == "blocks" else range(spec.scheme.cut)
     return {
-        "libraries": libraries(shape, scheme, engine),  # its products are float32
-        "packed frozen weights": _weights(shape, scheme, how, load, running),
-        "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
+        "libraries": _libraries(spec),  # its products are float32
+        "packed frozen weights": _weights(spec, running, how.spare_memory),
+        "trained weights": spec.weight_bytes,
         "saved activations": _forward(shape, tokens),
         "boundary states": tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
-        "unpack scratch": _scratch(shape, engine, trunk=True),
-        "data": _data(load, texts=False),
+        "unpack scratch": _scratch(shape, spec.engine, trunk=True),
+        "data": _data(spec.load, texts=False),
     }
 
 
-def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Workload, engine: EngineSpec) -> dict[str, float]:
-    how = recipe.how
+def _train(spec: RunSpec) -> dict[str, float]:
+    shape, scheme, load, how = spec.shape, spec.scheme, spec.load, spec.recipe.how
     widest = load.widest(how.micro_batch_tokens)
-    sizes = trained_tensors(shape, scheme)
-    trained, largest = sum(sizes), max(sizes)
-    turns = recipe.update.cycle_blocks  # gradients and moments of these alone
-    active = trained * min(1.0, turns / len(scheme.blocks)) if turns else trained
+    tensors = trained_tensors(shape, scheme)
+    turns = spec.recipe.update.cycle_blocks  # gradients and moments of these alone
+    active = sum(tensors) * min(1.0, turns / len(scheme.blocks)) if turns else sum(tensors)
     rows = LOGITS_BYTES // (4 * shape.vocabulary) or 1
     # in place there are no others, unless those of earlier passes wait for the last
     alone = how.step_in_place and all(len(step) <= 1 for step in load.passes(how.micro_batch_tokens))
-    scratch = _scratch(shape, engine, trunk=scheme.cut > 0)
-    if engine.half:  # a trained weight as a product reads it, and a gradient as a product gives it
-        scratch += 2 * 2 * largest
+    scratch = _scratch(shape, spec.engine, trunk=scheme.cut > 0)
+    if spec.engine.half:  # a trained weight as a product reads it, and a gradient as a product gives it
+        scratch += 2 * 2 * max(tensors)
     return {
-        "libraries": libraries(shape, scheme, engine, load.sizes(how.micro_batch_tokens) if engine.half else NO_SIZES),
-        "packed frozen weights": _weights(shape, scheme, how, load, range(scheme.cut, shape.depth)),
-        "trained weights": weight_bytes(recipe) * trained,
-        "gradients": 4 * (largest if alone else active),
-        "optimiser state": state_bytes(recipe) * active,
-        "saved activations": activations(shape, scheme, recipe, widest.tokens, widest.asked, engine),
+        "libraries": _libraries(spec, load.sizes(how.micro_batch_tokens) if spec.engine.half else None),
+        "packed frozen weights": _weights(spec, range(scheme.cut, shape.depth), how.spare_memory),
+        "trained weights": spec.weight_bytes,
+        "gradients": 4 * (max(tensors) if alone else active),
+        "optimiser state": state_bytes(spec.recipe) * active,
+        "saved activations": _activations(spec, widest.tokens, widest.asked),
         "boundary states": widest.tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
         "logits chunk": 4 * shape.vocabulary * min(rows, widest.targets) + 3 * 4 * widest.targets * shape.width,
         "unpack scratch": scratch,
@@ -252,57 +216,46 @@ def _train(shape: Shape, scheme: Scheme, recipe: Recipe, load: Workload, engine:
     }
 
 
-def activations(shape: Shape, scheme: Scheme, recipe: Recipe, tokens: int, asked: int, engine: EngineSpec) -> int:
-    """What one pass over the top keeps for its way back, and what it needs on the way."""
-    how = recipe.how
-    if engine.kernels:
-        share = recipe.train.token_share
-        kept = tokens if share >= 1 else min(tokens, max(asked, round(share * tokens)))
-        pool, beside = top_bytes(shape, scheme, kept, asked, engine.half, how.recompute, engine.threads)
-        return pool + beside + (_forward(shape, tokens) if kept < tokens else 0)
+def _activations(spec: RunSpec, tokens: int, asked: int) -> int:
+    """What one pass over the top keeps for its backward pass, and its temporary buffers."""
+    shape, scheme, recompute = spec.shape, spec.scheme, spec.recipe.how.recompute
+    if spec.engine.kernels:
+        return Top(shape, scheme, spec.engine.half, spec.engine.threads, recompute).peak_bytes(tokens, asked)
     # plain torch: q k v and the attention's output twice (before and after the heads are put together), gate, its
     # activation, up, and what down reads
     kept = 4 * shape.width + 3 * shape.query + 2 * shape.key + 4 * shape.ffn
     layers = max(sum(scheme.share(block, name) > 0 for name in TENSORS) for block in scheme.blocks)
     kept += layers * scheme.method.kept_by_torch(scheme, shape.width)
     blocks = shape.depth - scheme.cut
-    return tokens * 4 * (blocks * shape.width + 2 * kept if how.recompute else (blocks + 1) * kept)
+    return tokens * 4 * (blocks * shape.width + 2 * kept if recompute else (blocks + 1) * kept)
 
 
-def _export(
-    shape: Shape,
-    scheme: Scheme,
-    recipe: Recipe,
-    load: Workload,
-    engine: EngineSpec,
-    exported_bytes: int,
-    budget_bytes: int,
-) -> dict[str, float]:
-    """The trainer's model is there, first to say what it holds for likely, then beside llama.cpp with the new file."""
-    tokens = min(BATCH_TOKENS, VERIFY_ROWS * load.longest)
-    rows = min(TARGETS, max(1, load.answer_tokens))
+def _export(spec: RunSpec, budget_bytes: int) -> dict[str, float]:
+    """The trainer's model is there, first to compute its likelihoods, then beside llama.cpp with the new file."""
+    shape, load = spec.shape, spec.load
+    tokens = min(limits.BATCH_TOKENS, VERIFY_ROWS * load.longest)
+    rows = min(limits.TARGETS, max(1, load.answer_tokens))
     return {
-        "libraries": libraries(shape, scheme, engine) + LLAMA_BYTES,
-        "packed frozen weights": _weights(shape, scheme, _spare(recipe.how), load, range(0)),
-        "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
+        "libraries": _libraries(spec) + LLAMA_BYTES,
+        "packed frozen weights": _weights(spec, range(0), release=True),  # always, whatever the recipe says
+        "trained weights": spec.weight_bytes,
         "saved activations": max(_forward(shape, tokens), _llama(shape, load.longest + 1, 0, budget_bytes)),
         "logits chunk": 2 * 4 * rows * shape.vocabulary + 3 * 8 * 4 * shape.vocabulary,
-        "unpack scratch": _scratch(shape, engine, trunk=True),
-        "data": _data(load, texts=True) + min(SPOOL_BYTES, exported_bytes),
-        GIVES_WAY: exported_bytes,
+        "unpack scratch": _scratch(shape, spec.engine, trunk=True),
+        "data": _data(load, texts=True) + min(limits.SPOOL_BYTES, spec.exported_bytes),
+        GIVES_WAY: spec.exported_bytes,
     }
 
 
-def _eval(
-    shape: Shape, scheme: Scheme, recipe: Recipe, load: Workload, model_bytes: int, budget_bytes: int
-) -> dict[str, float]:
+def _eval(spec: RunSpec, budget_bytes: int) -> dict[str, float]:
     """Base and tuned model in llama.cpp, one after the other; the larger counts."""
+    shape, load, recipe = spec.shape, spec.load, spec.recipe
     if not shape.mapped:  # in the trainer
         return {
             "libraries": TRANSFORMERS_BYTES,
             "packed frozen weights": shape.file_bytes,
-            "trained weights": weight_bytes(recipe) * trained_parameters(shape, scheme),
-            "saved activations": _forward(shape, SCORED_TOKENS),
+            "trained weights": spec.weight_bytes,
+            "saved activations": _forward(shape, limits.SCORED_TOKENS),
             "logits chunk": 2 * LOGITS_BYTES,
             "data": _data(load, texts=True),
         }
@@ -310,34 +263,29 @@ def _eval(
     row = load.longest + recipe.eval.max_new_tokens
     wide = 2 * (shape.depth * shape.block_parameters + shape.vocabulary * shape.width)
     tokens = load.held_tokens * rows // max(1, load.heldout_rows)
-    copied = recipe.eval.unpack and shape.slow_types and tokens >= LEAST_TOKENS
-    copied = copied and (not budget_bytes or wide <= MEMORY_SHARE * budget_bytes)
+    copied = recipe.eval.unpack and shape.slow_types and tokens >= limits.LEAST_TOKENS
+    copied = copied and (not budget_bytes or wide <= limits.MEMORY_SHARE * budget_bytes)
     return {
         "libraries": PYTHON_BYTES + LLAMA_BYTES,
         "packed frozen weights": wide if copied else 0,
-        "saved activations": _llama(shape, row, min(CELLS, rows * row), budget_bytes),
+        "saved activations": _llama(shape, row, min(limits.CELLS, rows * row), budget_bytes),
         "data": _data(load, texts=True),
-        GIVES_WAY: 0 if copied else model_bytes,
+        GIVES_WAY: 0 if copied else max(spec.exported_bytes, shape.file_bytes),
     }
 
 
 def _llama(shape: Shape, needed: int, wished: int, budget_bytes: int) -> int:
-    """llama.cpp's keys and values, and the buffers of one of its passes."""
-    room = budget_bytes or 1 << 60
+    """llama.cpp's KV cache, and the buffers of one of its passes."""
     cell = 2 * 4 * shape.key * shape.depth
-    cells = max(needed, min(wished, min(CACHE_BYTES, int(CACHE_SHARE * room)) // cell))
+    room = min(limits.CACHE_BYTES, int(limits.CACHE_SHARE * (budget_bytes or 1 << 60)))
+    cells = max(needed, min(wished, room // cell))
     cells += -cells % 256
-    compute = 4 * BATCH * (3 * shape.width + 2 * shape.ffn + shape.query)
-    return cells * cell + compute + 2 * 4 * OUTPUTS * shape.vocabulary
+    compute = 4 * limits.BATCH * (3 * shape.width + 2 * shape.ffn + shape.query)
+    return cells * cell + compute + 2 * 4 * limits.OUTPUTS * shape.vocabulary
 
 
-def _spare(how: ExecutionConfig) -> ExecutionConfig:
-    """The export stage lets go of every page at once, whatever the recipe says."""
-    return dataclasses.replace(how, spare_memory=True)
-
-
-def boundary_bytes(shape: Shape, recipe: Recipe, load: Workload) -> tuple[int, int]:
+def boundary_bytes(spec: RunSpec) -> tuple[int, int]:
     """(the trunk cache on the disk, files beside it while it is made)."""
-    each = shape.width * CACHED_BYTES[recipe.how.trunk_dtype]
-    between = 2 * 4 * shape.width * load.tree_tokens if recipe.how.trunk_order == "blocks" else 0
-    return int(load.tree_tokens * each), between
+    width, tokens, how = spec.shape.width, spec.load.tree_tokens, spec.recipe.how
+    between = 2 * 4 * width * tokens if how.trunk_order == "blocks" else 0
+    return int(tokens * (width * CACHED_BYTES[how.trunk_dtype])), between

@@ -1,13 +1,13 @@
-"""What rows come to: the passes that training, validation and the trunk will make over them, counted and not guessed.
+"""The passes that training, validation and the trunk make over the rows, counted from the rows themselves.
 
-Of many rows a stretch is looked at, and stands for the rest; `Load.sampled` says so.
+Of many rows the first ones are counted and stand for the rest; `Workload.sampled` says so.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +16,7 @@ from edgeft.config import Recipe
 from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
 from edgeft.engine.limits import padded
-from edgeft.plan.flops import Pass
-from edgeft.plan.schedule import WITHOUT_GRADIENT, Schedule
+from edgeft.plan.flops import WITHOUT_GRADIENT, Pass, Schedule
 
 SAMPLE_ROWS = 1024  # looked at; counting them all would take longer than a plan should
 
@@ -38,16 +37,11 @@ class Workload:
     """The rows of one run."""
 
     def __init__(
-        self,
-        train: Sequence[Encoded],
-        heldout: Sequence[Encoded],
-        recipe: Recipe,
-        train_rows: int | None = None,
-        heldout_rows: int | None = None,
+        self, train: Sequence[Encoded], heldout: Sequence[Encoded], recipe: Recipe, counts: tuple[int, int] = (0, 0)
     ) -> None:
-        """The last two: how many there are, where those given are only the first of them."""
+        """counts: how many training and held-out rows there are, where those given are only the first of them."""
         self.recipe = recipe
-        self.train_rows, self.heldout_rows = train_rows or len(train), heldout_rows or len(heldout)
+        self.train_rows, self.heldout_rows = counts[0] or len(train), counts[1] or len(heldout)
         train, heldout = list(train[:SAMPLE_ROWS]), list(heldout[:SAMPLE_ROWS])
         self.sample = train, heldout
         self.sampled = len(train) < self.train_rows or len(heldout) < self.heldout_rows
@@ -60,23 +54,12 @@ class Workload:
         self.steps = Schedule(self.train_rows, recipe.train).steps
         self.answer_tokens = int(np.mean([row.trained.sum() for row in heldout])) if heldout else 0
         self.held_tokens = int(self.held_scale * sum(len(row.ids) for row in heldout))
+        rows = self.train_rows + self.heldout_rows
+        self.tree_tokens = int(len(self.forest) * rows / max(1, len(self.rows) + len(self.held)))  # the trunk's
+        self.train_tree_tokens = int(self.scale * len(self.forest.nodes(self.rows))) if train else 0
+        self.unique_tokens = len(np.unique(self.forest.tokens))
         self.passes, self.validation, self.trunk = cache(self._passes), cache(self._validation), cache(self._trunk)
         self.widest, self.sizes = cache(self._widest), cache(self._sizes)
-
-    @cached_property
-    def tree_tokens(self) -> int:
-        """Of training and held-out rows together: what the trunk computes."""
-        rows = self.train_rows + self.heldout_rows
-        return int(len(self.forest) * rows / max(1, len(self.rows) + len(self.held)))
-
-    @cached_property
-    def train_tree_tokens(self) -> int:
-        nodes = self.forest.nodes(self.rows) if len(self.rows) else np.zeros(0)
-        return int(self.scale * len(nodes))
-
-    @cached_property
-    def unique_tokens(self) -> int:
-        return len(np.unique(self.forest.tokens))
 
     def _pass(self, rows: Sequence[int]) -> Pass:
         forest = self.forest
@@ -105,13 +88,12 @@ class Workload:
         return Sizes(len(whole), len({padded(one.asked) for one in every} - whole))
 
     def cut(self, longest: int) -> Workload:
-        """As if data.max_tokens were so many; what is trained stands at the rows' ends."""
-
-        def shorter(row: Encoded) -> Encoded:
-            return dataclasses.replace(row, ids=row.ids[-longest:], trained=row.trained[-longest:])
-
-        train, heldout = ([shorter(row) for row in side] for side in self.sample)
-        return Workload(train, heldout, self.recipe, self.train_rows, self.heldout_rows)
+        """With this data.max_tokens; trained tokens are at the rows' ends."""
+        train, heldout = (
+            [replace(row, ids=row.ids[-longest:], trained=row.trained[-longest:]) for row in side]
+            for side in self.sample
+        )
+        return Workload(train, heldout, self.recipe, (self.train_rows, self.heldout_rows))
 
     def _widest(self, micro_batch: int) -> Pass:
         """What the largest pass of training has of each."""

@@ -1,26 +1,21 @@
 """Seconds by stage: floating-point work and bytes moved, over what the machine does of each in a second.
 
-Work is counted from the rows themselves (plan/rows.py, work.py); rates are those that `edgeft doctor` measured here, or
-a device profile's.
+Work is counted from the rows themselves; rates are those that `edgeft doctor` measured here, or a device profile's.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from edgeft.config import Device, Recipe
+from edgeft.config import Device
 from edgeft.engine import compiled
 from edgeft.engine.limits import LOGITS_BYTES
 from edgeft.host import device
-from edgeft.methods.scheme import Scheme
-from edgeft.plan.flops import ATTENTION_BACK, Pass, search_pays, search_tokens, step_flops
-from edgeft.plan.memory import VERIFY_ROWS, EngineSpec, state_bytes
-from edgeft.plan.rows import Workload, total
-from edgeft.plan.schedule import Schedule
-from edgeft.plan.shape import Shape, trained_parameters
+from edgeft.plan.flops import ATTENTION_BACK, Pass, Schedule, search_pays, search_tokens, step_flops
+from edgeft.plan.memory import VERIFY_ROWS, RunSpec, state_bytes
+from edgeft.plan.rows import total
 
 # Shares of doctor's rates that the kernels reach inside a step, measured on two cores with AVX-512.
 PRODUCTS = 0.9  # of the trial's product: layers are of other sizes
@@ -84,36 +79,17 @@ def of_this_machine(threads: int) -> Rates:
     if key in known and "fp32" in known[key]:
         fp32, bf16 = (known[key].get(name, 0.0) * 1e9 for name in ("fp32", "bf16"))
         return Rates(fp32, bf16, moved.get("copy", COPY_PER_FLOP * fp32 / 1e9) * 1e9, write, "measured by doctor")
-    fp32 = _trial()
+    fp32 = compiled.trial_flops_per_s()
     bf16 = HALF_GAIN * fp32 if compiled.multiplies_bf16() else 0.0
     return Rates(fp32, bf16, COPY_PER_FLOP * fp32, write, "a short trial; `edgeft doctor` measures it well")
-
-
-def _trial() -> float:
-    """Operations a second of a float32 product in numpy, best of a few; a tenth of a second."""
-    import numpy as np
-
-    a = np.ones((512, 512), np.float32)
-    best = float("inf")
-    for _ in range(6):
-        begin = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - begin)
-    return 2 * 512**3 / best
-
-
-# ---------------------------------------------------------------- one pass
 
 
 class Clock:
     """Seconds of a run's parts."""
 
-    def __init__(
-        self, shape: Shape, scheme: Scheme, recipe: Recipe, load: Workload, engine: EngineSpec, rates: Rates
-    ) -> None:
-        self.shape, self.scheme, self.recipe, self.load = shape, scheme, recipe, load
-        self.engine, self.rates = engine, rates
-        self.trained = trained_parameters(shape, scheme)
+    def __init__(self, spec: RunSpec, rates: Rates) -> None:
+        self.spec, self.rates, self.trained = spec, rates, spec.trained
+        self.shape, self.scheme, self.recipe, self.load = spec.shape, spec.scheme, spec.recipe, spec.load
         self.parts: dict[str, float] = {}  # what the time goes into, in seconds
 
     def _add(self, what: str, seconds: float) -> float:
@@ -123,10 +99,7 @@ class Clock:
     def _products(self, flops: float, half: bool) -> float:
         rates = self.rates
         rate = HALF_PRODUCTS * rates.bf16 if half and rates.bf16 else PRODUCTS * rates.fp32
-        return flops / rate / (1.0 if self.engine.kernels else PLAIN)
-
-    def _attention(self, flops: float) -> float:
-        return flops / (ATTENTION * self.rates.fp32)
+        return flops / rate / (1.0 if self.spec.engine.kernels else PLAIN)
 
     def _between(self, tokens: int, blocks: int, ways: int) -> float:
         shape = self.shape
@@ -154,15 +127,15 @@ class Clock:
         shape, cut = self.shape, self.scheme.cut
         flops = 2.0 * shape.block_parameters * one.tokens * cut
         found = self._add("matrix products", self._products(flops, False))
-        found += self._add("attention", self._attention(4.0 * shape.query * one.pairs * cut))
+        found += self._add("attention", 4.0 * shape.query * one.pairs * cut / (ATTENTION * self.rates.fp32))
         found += self._add("norms and gates", self._between(one.tokens, cut, 1))
         return found + self._add("unpacking weights", self._unpack(cut * shape.block_parameters, count, False))
 
     def top(self, passes: Sequence[Pass], back: bool) -> float:
         """These passes from the cut on."""
         one, count = total(passes), len(passes)
-        shape, half, recompute = self.shape, self.engine.half, self.recipe.how.recompute and back
-        frugal = back and self.engine.kernels and self.scheme.frugal
+        shape, half, recompute = self.shape, self.spec.engine.half, self.recipe.how.recompute and back
+        frugal = back and self.spec.engine.kernels and self.scheme.frugal
         blocks = shape.depth - self.scheme.cut
         head = 2.0 * shape.vocabulary * shape.width * one.targets * (2 if back else 1)
         pairs = one.pairs * (blocks - 1) + one.asked_pairs
@@ -176,7 +149,8 @@ class Clock:
             flops += 2.0 * (shape.block_parameters - kept) * one.tokens * (blocks - 1)
         found = self._add("matrix products", self._products(flops, half) + self._products(head, False))
         again = 1.0 if recompute or frugal else 0.0
-        found += self._add("attention", self._attention(attention * (1 + again + (ATTENTION_BACK if back else 0))))
+        attention *= 1 + again + (ATTENTION_BACK if back else 0)
+        found += self._add("attention", attention / (ATTENTION * self.rates.fp32))
         found += self._add("norms and gates", self._between(one.tokens, blocks, int(1 + again + (2 if back else 0))))
         found += self._add("unpacking weights", self._unpack(self._frozen, count * int(1 + again + back), half))
         pieces = sum(-(-each.targets * 4 * shape.vocabulary // LOGITS_BYTES) for each in passes)
@@ -186,15 +160,12 @@ class Clock:
             found += self._add("optimiser", count * self.trained * CAST_BYTES / self.rates.copy)
         return found
 
-    # ------------------------------------------------ stages
-
-    def stages(self, exported_bytes: int) -> dict[str, float]:
+    def stages(self) -> dict[str, float]:
         """Seconds by stage."""
         self.parts = {}
         load, recipe = self.load, self.recipe
         found = {"prepare": START_S["prepare"] + ROW_S * (load.train_rows + load.heldout_rows)}
-        lean = self.engine.kernels and not self.scheme.method.uses_peft and self.shape.lean
-        start = START_S["lean" if lean else "transformers"]
+        start = START_S["lean" if self.spec.lean else "transformers"]
         if self.shape.dense:
             start += 4 * self.shape.depth * self.shape.block_parameters / DENSE_BYTES
         if self.scheme.cut and recipe.how.trunk == "cache":
@@ -202,7 +173,7 @@ class Clock:
         if recipe.update.needs_search:
             found["search"] = self._search_stage(start)
         found["train"] = start + self._train_stage()
-        found["export"] = start + self._export_stage(exported_bytes)
+        found["export"] = start + self._export_stage()
         found["eval"] = START_S["eval"] + self._eval_stage()
         return found
 
@@ -221,7 +192,7 @@ class Clock:
         if not search_pays(*tokens, Schedule(load.train_rows, self.recipe.train).passes):
             return 0.0
         flops = 2.0 * shape.depth * shape.block_parameters * search_tokens(*tokens)
-        return start + self._add("matrix products", self._products(flops, self.engine.half))
+        return start + self._add("matrix products", self._products(flops, self.spec.engine.half))
 
     def _train_stage(self) -> float:
         load, recipe = self.load, self.recipe
@@ -247,11 +218,11 @@ class Clock:
         found += self._add("disk", min(0.02 * found, often * self.rates.to_disk(self.trained * (4 + state))))
         return found + self._add("reading the model", self.shape.file_bytes / HASH_BYTES)
 
-    def _export_stage(self, exported_bytes: int) -> float:
+    def _export_stage(self) -> float:
         shape, load = self.shape, self.load
         weights = shape.depth * shape.block_parameters
         tokens = min(VERIFY_ROWS, load.heldout_rows or VERIFY_ROWS) * load.longest
-        found = self.trained / PACK_VALUES + self._add("disk", self.rates.to_disk(exported_bytes))
+        found = self.trained / PACK_VALUES + self._add("disk", self.rates.to_disk(self.spec.exported_bytes))
         found += 2.0 * weights * tokens / self.rates.fp32 * (1 / PRODUCTS + 1 / LLAMA)
         return found + weights * WEIGHT_BYTES / self.rates.copy
 
@@ -261,7 +232,3 @@ class Clock:
         share = rows / max(1, load.heldout_rows)
         tokens = share * load.held_tokens + rows * min(self.recipe.eval.max_new_tokens, 2 * load.answer_tokens + 2)
         return 2 * 2.0 * weights * tokens / (LLAMA * self.rates.fp32)
-
-    def bound(self) -> str:
-        """What most of the time goes into."""
-        return max(self.parts, key=lambda what: self.parts[what]) if self.parts else "matrix products"

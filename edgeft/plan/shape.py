@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from edgeft.arch import Architecture, Sizes, of_gguf
-from edgeft.arch.header import plain_rotation
+from edgeft.arch.base import plain_rotation
 from edgeft.engine.limits import KERNEL_TYPES
 from edgeft.formats import ggml
+from edgeft.formats.ggml import SLOW, check_type
 from edgeft.formats.gguf import GGUF, TensorInfo
 from edgeft.formats.source import is_gguf
-from edgeft.formats.types import SLOW, check_type
 
 if TYPE_CHECKING:
     from edgeft.methods.scheme import Scheme
@@ -61,11 +61,6 @@ class Shape(Sizes):
         """Of one linear of a block, or of all of them."""
         sizes = self.blocks[block]
         return sum(sizes) if tensor is None else sizes[list(self.arch.linears).index(tensor)]
-
-    @property
-    def tables_bytes(self) -> int:
-        """Embedding and head."""
-        return self.embedding_bytes + self.head_bytes
 
 
 def shape_of_config(arch: Architecture, config: Any, file_bytes: int = 0) -> Shape:
@@ -112,8 +107,8 @@ def _unpack_flops(linears: list[TensorInfo]) -> float:
 
 
 def _of_folder(source: str, frozen: str) -> Shape:
-    from edgeft.arch.config import read_config
-    from edgeft.formats.hub import resolve
+    from edgeft.arch.check import read_config
+    from edgeft.formats.source import resolve
 
     arch, config = read_config(resolve(source))
     shape = shape_of_config(arch, config)
@@ -133,13 +128,13 @@ def _of_folder(source: str, frozen: str) -> Shape:
 
 def trained_tensors(shape: Shape, scheme: Scheme) -> list[int]:
     """Numbers in every trained tensor."""
-    sizes = [norm.size(shape) for block in scheme.blocks if scheme.normed(block) for norm in shape.arch.norms]
+    sizes = [norm.size(shape) for block in scheme.blocks if block in scheme.norms for norm in shape.arch.norms]
     for block in scheme.blocks:
         for tensor, rows, cols in shape.linears():
             share = scheme.share(block, tensor)
             if share:
                 sizes += scheme.method.trained_sizes(scheme, share, rows, cols)
-            if scheme.biased(block, tensor):
+            if (block, tensor) in scheme.biases:
                 sizes.append(rows)
     return sizes
 

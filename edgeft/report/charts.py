@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from edgeft import config
-from edgeft.report import svg, words
+from edgeft.report import plots, words
 from edgeft.report.summary import MAP_ROWS, RunSummary, TensorMap
 
 GIB = 2**30
@@ -20,39 +20,29 @@ MAX_POINTS = 600  # of one line
 
 def charts(run: RunSummary) -> dict[str, Markup]:
     result = run.result or {}
-    changed = result.get("changed")
+    parts = [("better", "better", "good"), ("unchanged", "same", "line"), ("worse", "worse", "bad")]
+    changed = [(name, result["changed"][key], style) for name, key, style in parts if result.get("changed")]
     sizes = [("base", run.base_bytes), ("tuned", run.tuned_bytes)]
     files = [(name, float(count), config.format_size(count)) for name, count in sizes if count]
     return {
         "intervals": _interval_chart(result),
-        "rows": svg.split_bar(
-            "Rows that changed",
-            [
-                ("better", changed["better"], "good"),
-                ("unchanged", changed["same"], "line"),
-                ("worse", changed["worse"], "bad"),
-            ],
-        )
-        if changed
-        else Markup(),
+        "rows": plots.split_bar("Rows that changed", changed),
         "loss": _loss_chart(run),
         "memory": _memory_chart(run),
-        "time": svg.bars("Time by stage", [(name, s, config.format_duration(s)) for name, s in run.stages]),
+        "time": plots.bars("Time by stage", [(name, s, config.format_duration(s)) for name, s in run.stages]),
         "heat": _temperature_chart(run),
-        "sizes": svg.bars("File size", files, [name for name, _, _ in files]),
-        "map": svg.heat_map("What was updated: blocks and tensors", shown_rows(run.map), run.map.depth, run.map.moved)
-        if run.map
-        else Markup(),
+        "sizes": plots.bars("File size", files, [name for name, _, _ in files]),
+        "map": _tensor_chart(run.map) if run.map else Markup(),
     }
 
 
 def comparison_charts(runs: Sequence[RunSummary]) -> dict[str, Markup]:
     """`loss` and `memory` of several runs."""
-    loss = [svg.Line(run.name, run.heldout_loss, colour(i), dots=True) for i, run in enumerate(runs)]
-    memory = [svg.Line(run.name, _gib(run.memory), colour(i)) for i, run in enumerate(runs)]
+    loss = [plots.Line(run.name, run.heldout_loss, colour(i), dots=True) for i, run in enumerate(runs)]
+    memory = [plots.Line(run.name, _gib(run.memory), colour(i)) for i, run in enumerate(runs)]
     return {
         "loss": _loss_lines("Held-out loss of each run", loss),
-        "memory": svg.LineChart("Memory of each run", memory, "seconds of training", "GiB", from_zero=True).draw(),
+        "memory": plots.LineChart("Memory of each run", memory, "seconds of training", "GiB", from_zero=True).draw(),
     }
 
 
@@ -61,9 +51,10 @@ def colour(number: int) -> str:
     return f"c{number % 5}"
 
 
-def shown_rows(found: TensorMap) -> list[str]:
-    """Rows of the map: norms and biases only where one moved."""
-    return [row for row in MAP_ROWS if row not in ("norms", "biases") or any(key[1] == row for key in found.moved)]
+def _tensor_chart(map: TensorMap) -> Markup:
+    """With rows for norms and biases only where one moved."""
+    rows = [row for row in MAP_ROWS if row not in ("norms", "biases") or any(key[1] == row for key in map.moved)]
+    return plots.heat_map("What was updated: blocks and tensors", rows, map.depth, map.moved)
 
 
 def far_limit(run: RunSummary) -> int | None:
@@ -80,43 +71,38 @@ def _interval_chart(result: dict[str, object]) -> Markup:
         for name, found in (differences.items() if isinstance(differences, dict) else ())
         if name not in words.PLAIN and found["low"] is not None
     ]
-    return svg.intervals("Change against the base model, in points", rows)
+    return plots.intervals("Change against the base model, in points", rows)
 
 
 def _loss_chart(run: RunSummary) -> Markup:
     train = _thin(run.train_loss)
-    return _loss_lines(
-        "Loss over steps",
-        [
-            svg.Line("training loss, each step", train, "faint"),
-            svg.Line("training loss, running mean", _smooth(train), "base"),
-            svg.Line("held-out loss", run.heldout_loss, "tuned", dots=True),
-        ],
-    )
+    each = plots.Line("training loss, each step", train, "faint")
+    mean = plots.Line("training loss, running mean", _smooth(train), "base")
+    heldout = plots.Line("held-out loss", run.heldout_loss, "tuned", dots=True)
+    return _loss_lines("Loss over steps", [each, mean, heldout])
 
 
-def _loss_lines(title: str, lines: list[svg.Line]) -> Markup:
-    log = svg.needs_log_scale([y for line in lines for _, y in line.points])
-    return svg.LineChart(title, lines, "step", "nats per token" + (", log scale" if log else ""), log=log).draw()
+def _loss_lines(title: str, lines: list[plots.Line]) -> Markup:
+    log = plots.needs_log_scale([y for line in lines for _, y in line.points])
+    return plots.LineChart(title, lines, "step", "nats per token" + (", log scale" if log else ""), log=log).draw()
 
 
 def _memory_chart(run: RunSummary) -> Markup:
     planned, budget = run.plan.get("peak_bytes"), run.plan.get("budget_bytes")
-    limits = [svg.Limit(f"planned {config.format_size(planned)}", planned / GIB, "c1")] if planned else []
+    limits = [plots.Limit(f"planned {config.format_size(planned)}", planned / GIB, "c1")] if planned else []
     if budget and not far_limit(run):
-        limits.append(svg.Limit(f"limit {config.format_size(budget)}", budget / GIB))
-    lines = [svg.Line("resident memory", _gib(run.memory), "tuned")]
-    return svg.LineChart(
-        "Memory while training", lines, "seconds of training", "GiB", limits, from_zero=True, area=True
-    ).draw()
+        limits.append(plots.Limit(f"limit {config.format_size(budget)}", budget / GIB))
+    lines = [plots.Line("resident memory", _gib(run.memory), "tuned")]
+    axes = ("seconds of training", "GiB")
+    return plots.LineChart("Memory while training", lines, *axes, limits, from_zero=True, area=True).draw()
 
 
 def _temperature_chart(run: RunSummary) -> Markup:
     governor = run.recipe.governor
     named = (("target", governor.target_celsius, "c1"), ("limit", governor.limit_celsius, "bad"))
-    limits = [svg.Limit(f"{name} {value:g} °C", value, style) for name, value, style in named if value]
-    lines = [svg.Line("processor", _thin(run.heat), "tuned")]
-    return svg.LineChart("Temperature", lines, "seconds since the first reading, with pauses", "°C", limits).draw()
+    limits = [plots.Limit(f"{name} {value:g} °C", value, style) for name, value, style in named if value]
+    lines = [plots.Line("processor", _thin(run.heat), "tuned")]
+    return plots.LineChart("Temperature", lines, "seconds since the first reading, with pauses", "°C", limits).draw()
 
 
 def _gib(memory: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -127,7 +113,7 @@ def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return points[:: -(-len(points) // MAX_POINTS) or 1]
 
 
-def _smooth(points: svg.Points, share: float = 0.1) -> list[tuple[float, float]]:
+def _smooth(points: plots.Points, share: float = 0.1) -> list[tuple[float, float]]:
     """A running mean, so that the trend is visible in the noise of the steps."""
     width = max(1, round(len(points) * share))
     return [

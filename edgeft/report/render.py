@@ -5,17 +5,43 @@ Every value is escaped in HTML; only drawings and marked answers, which are Mark
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup, escape
 
 from edgeft import __version__, config
+from edgeft.evaluate import metrics
+from edgeft.host.files import atomic_write
 from edgeft.report import words
-from edgeft.report.answers import side_by_side
 from edgeft.report.charts import charts, colour, comparison_charts, far_limit
-from edgeft.report.summary import RunSummary
+from edgeft.report.summary import RunSummary, load_run_summary
+from edgeft.run.folder import Run
+
+SHOWN = 6  # answers in view; the others are folded
+FOLDED = 20  # answers in each folded list
+MAX_CHARS = 600  # of a question or an answer
+
+
+def write_report(run: Run, others: Sequence[Run] = (), out: Path | None = None) -> Path:
+    """`report.html` in the run folder, or `out`."""
+    return _write(page(*map(load_run_summary, [run, *others])), out or run.path / "report.html")
+
+
+def write_card(run: Run, out: Path | None = None) -> Path:
+    """`model-card.md` in the run folder, or `out`."""
+    return _write(card(load_run_summary(run)), out or run.path / "model-card.md")
+
+
+def _write(text: str, place: Path) -> Path:
+    with atomic_write(place) as file:
+        file.write(text.encode("utf-8"))
+    return place
 
 
 @lru_cache(maxsize=1)
@@ -23,16 +49,14 @@ def _environment() -> Environment:
     made = Environment(
         loader=PackageLoader("edgeft.report"),
         autoescape=select_autoescape(disabled_extensions=("md.j2",), default=True),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     made.filters |= {"size": config.format_size, "duration": config.format_duration, "count": config.format_count}
     made.globals |= {"words": words, "version": __version__}
     return made
 
 
-def page(run: RunSummary, others: Sequence[RunSummary] = ()) -> str:
+def page(run: RunSummary, *others: RunSummary) -> str:
     """report.html: no script, font or image from anywhere else."""
     return _environment().get_template("report.html.j2").render(
         run=run,
@@ -66,3 +90,48 @@ def commands(run: RunSummary) -> list[tuple[str, str]]:
         ("llama.cpp", f"llama-cli -m {run.path}/model.gguf -cnv"),
         ("Ollama", f"ollama create {name} -f {run.path}/Modelfile\nollama run {name}"),
     ]
+
+
+def side_by_side(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """`shown`, and the folded lists `worse` and `better`, largest change first."""
+    shown = [e for e in result.get("examples", []) if e.get("tuned") is not None]
+    worse, better = (
+        [{k: v for k, v in e.items() if k != "gain"} for e in result.get(key, []) if e.get("tuned") is not None]
+        for key in ("worse", "better")
+    )
+    better.reverse()
+    for example in [*worse[:2], *better]:
+        if len(shown) < SHOWN and example not in shown:
+            shown.append(example)
+    lists = {"shown": shown, "worse": worse[:FOLDED], "better": better[:FOLDED]}
+    return {name: [_answer(example) for example in rows] for name, rows in lists.items()}
+
+
+def _answer(example: dict[str, Any]) -> dict[str, Any]:
+    base, tuned, accepted = example.get("base"), example["tuned"], example["answers"]
+    old, new = difference_marked(base, tuned) if base is not None else (Markup(), escape(tuned))
+    sides = [
+        {"model": model, "right": bool(metrics.contains(text, accepted)), "text": marked}
+        for model, text, marked in (("base", base, old), ("tuned", tuned, new))
+        if text is not None
+    ]
+    expected = accepted[0][:MAX_CHARS] if accepted else ""
+    return {"question": example["question"][:MAX_CHARS], "expected": expected, "sides": sides}
+
+
+def difference_marked(before: str, after: str) -> tuple[Markup, Markup]:
+    """Words that only the first text has are in <del>, words that only the second has in <ins>."""
+    a, b = (re.findall(r"\S+\s*", text[:MAX_CHARS]) for text in (before, after))  # words with the space behind them
+    old, new = Markup(), Markup()
+    matched = difflib.SequenceMatcher(None, [w.strip() for w in a], [w.strip() for w in b], autojunk=False)
+    for kind, a0, a1, b0, b1 in matched.get_opcodes():
+        old += _marked("del", "".join(a[a0:a1]), kind)
+        new += _marked("ins", "".join(b[b0:b1]), kind)
+    return old, new
+
+
+def _marked(tag: str, text: str, kind: str) -> Markup:
+    inner = text.rstrip()  # the space behind a mark stays outside
+    if kind == "equal" or not inner:
+        return escape(text)
+    return Markup("<{0}>{1}</{0}>{2}").format(tag, inner, text[len(inner) :])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from edgeft.arch import of_gguf
 from edgeft.errors import EdgeftError
+from edgeft.formats import ggml
 from edgeft.formats.gguf import GGUF
 from edgeft.formats.source import demo_model, is_gguf
 from edgeft.methods import scheme as schemes
@@ -27,10 +28,8 @@ MAP_ROWS = ("q", "k", "v", "o", "gate", "up", "down", "norms", "biases")
 
 @dataclass
 class TensorMap:
-    """Blocks × tensors: relative change ‖after - before‖ / ‖before‖; None where only the update is known."""
-
     depth: int
-    moved: dict[tuple[int, str], float | None] = field(default_factory=dict)
+    moved: dict[tuple[int, str], float | None]  # ‖after - before‖ / ‖before‖; None: only that it was updated is known
 
 
 @dataclass
@@ -165,21 +164,13 @@ def _stages(run: Run, events: list[dict[str, Any]], steps: list[dict[str, Any]])
     scored = {(event.suite, event.who): event.seconds for event in read_events(EvalEvent, events)}
     if times:
         times["train"] = times.get("train", 0.0) - checks_s
-    else:
-        times = _times_without_stage_events(events, steps)
+    else:  # an old run folder: no time of search, trunk and export
+        prepared = next((event.seconds for event in read_events(PrepareEvent, events)), 0.0)
+        times = {"prepare": prepared, "train": sum(float(e.get("seconds") or 0.0) for e in steps)}
     times |= {"held-out loss": checks_s, "evaluate": times.pop("eval", 0.0) or sum(scored.values())}
     rows = [(name, times.get(name, 0.0)) for name in STAGES]
     rows += [(f"paused: {why}", seconds) for why, seconds in paused(events).items()]
     return [(name, seconds) for name, seconds in rows if seconds > 0.005]
-
-
-def _times_without_stage_events(events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Of an old run folder: no time of search, trunk and export."""
-    prepared = next((event.seconds for event in read_events(PrepareEvent, events)), 0.0)
-    return {"prepare": prepared, "train": sum(float(e.get("seconds") or 0.0) for e in steps)}
-
-
-# ---------------------------------------------------------------- what was updated
 
 
 def tensor_map(run: Run, origin: Path | None, scheme: dict[str, Any]) -> TensorMap | None:
@@ -202,7 +193,7 @@ def compare_files(base: GGUF, tuned: GGUF) -> TensorMap:
     """Relative change of every tensor whose bytes differ. Norms and biases of a block are one figure each; an added
     bias counts with its norm."""
     rows = {linear.gguf: row for row, linear in of_gguf(tuned).linears.items()}
-    sums: dict[tuple[int, str], tuple[float, float]] = {}
+    sums: dict[tuple[int, str], np.ndarray] = {}  # squares: of the change, of the base
     for name in tuned.tensors:
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         if not match:
@@ -219,26 +210,17 @@ def compare_files(base: GGUF, tuned: GGUF) -> TensorMap:
         change = float(np.square(after - before).sum(dtype=np.float64)) if before is not None else float(after @ after)
         size = float(np.square(before).sum(dtype=np.float64)) if before is not None else 0.0
         key = (int(match[1]), row)
-        sums[key] = (sums.get(key, (0.0, 0.0))[0] + change, sums.get(key, (0.0, 0.0))[1] + size)
-    moved: dict[tuple[int, str], float | None] = {
-        k: float(np.sqrt(c / s if s > 0 else c)) for k, (c, s) in sums.items()
-    }
-    return TensorMap(int(base.need("block_count")), moved)
+        sums[key] = sums.get(key, 0.0) + np.array((change, size))
+    moved = {key: float(np.sqrt(change / size if size > 0 else change)) for key, (change, size) in sums.items()}
+    return TensorMap(int(base.need("block_count")), {**moved})
 
 
 def _values(gguf: GGUF, name: str) -> np.ndarray:
     """(n,) float32."""
-    from edgeft.formats import ggml
-
     info = gguf.tensors[name]
-    columns = int(info.shape[0])
-    rows = int(np.prod(info.shape[1:])) if len(info.shape) > 1 else 1
-    out = np.empty((rows, columns), np.float32)
+    out = np.empty((int(np.prod(info.shape[1:])), int(info.shape[0])), np.float32)
     ggml.unpack(gguf.bytes(name), info.type, out)
     return out.reshape(-1)
-
-
-# ---------------------------------------------------------------- one line
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -249,8 +231,7 @@ def summary(run: Run) -> dict[str, Any]:
     score = None
     if main and main.get("base"):
         metric = (main.get("verdict") or {}).get("metric", "f1")
-        if main["tuned"].get(metric) is None:
-            metric = "loss"
+        metric = "loss" if main["tuned"].get(metric) is None else metric
         score = {"metric": metric, "base": main["base"].get(metric), "tuned": main["tuned"].get(metric)}
     model = run.recipe.model.path or demo_model()
     return {

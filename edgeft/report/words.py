@@ -26,31 +26,30 @@ def figure(name: str, value: float | None) -> str:
 
 
 def difference(name: str, change: dict[str, Any] | None) -> str:
-    """`+84.0 (75.1 to 92.0)`."""
+    """`+84.0 (+75.1 to +92.0)`."""
     if change is None:
         return ""
-    digits = 3 if name in PLAIN else 1
-    interval = "" if change["low"] is None else f" ({change['low']:+.{digits}f} to {change['high']:+.{digits}f})"
-    return f"{change['value']:+.{digits}f}{interval}"
+    value, low, high = (_signed(name, change[key]) for key in ("value", "low", "high"))
+    return f"{value} ({low} to {high})" if low else value
+
+
+def _signed(name: str, value: float | None) -> str:
+    return "" if value is None else f"{value:+.{3 if name in PLAIN else 1}f}"
 
 
 def verdict(result: dict[str, Any]) -> str:
     """One sentence: better or not, by how much, with its interval."""
-    found = result.get("verdict")
-    if not found:
+    if not result.get("verdict"):
         return ""
-    name = found["metric"]
+    name, outcome = result["verdict"]["metric"], result["verdict"]["result"]
     change = result["difference"][name]
+    value, low, high = (_signed(name, change[key]) for key in ("value", "low", "high"))
     unit = "nats per token" if name == "loss" else "points"
-    digits = 3 if name in PLAIN else 1
-    if change["low"] is None:
-        return f"{METRICS[name]} changed by {change['value']:+.{digits}f} {unit}; one row gives no interval."
-    interval = f"95 % interval {change['low']:+.{digits}f} to {change['high']:+.{digits}f}, {result['rows']} rows"
-    if found["result"] == "unclear":
-        return (
-            f"No clear difference: {METRICS[name]} changed by {change['value']:+.{digits}f} {unit}, and the interval "
-            f"contains zero ({interval})."
-        )
+    changed = f"{METRICS[name]} changed by {value} {unit}"
+    if not low:
+        return f"{changed}; one row gives no interval."
+    interval = f"95 % interval {low} to {high}, {result['rows']} rows"
+    if outcome == "unclear":
+        return f"No clear difference: {changed}, and the interval contains zero ({interval})."
     word = "rose" if change["value"] > 0 else "fell"
-    size = f"{abs(change['value']):.{digits}f} {unit}"
-    return f"{found['result'].capitalize()}: {METRICS[name]} {word} by {size} ({interval})."
+    return f"{outcome.capitalize()}: {METRICS[name]} {word} by {value.lstrip('+-')} {unit} ({interval})."

@@ -14,7 +14,10 @@ from typing import Any, ClassVar, TypeVar
 
 @dataclass(frozen=True)
 class Event:
-    name: ClassVar[str]
+    name: ClassVar[str]  # `step` of StepEvent, unless the class gives another
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__dict__.get("name", cls.__name__.removesuffix("Event").lower())
 
     def to_json(self) -> dict[str, Any]:
         """Without the fields that are None."""
@@ -47,15 +50,11 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, (*allowed, int) if float in allowed else allowed)
 
 
-# ---------------------------------------------------------------- stages
-
-
 @dataclass(frozen=True)
 class StageEvent(Event):
     """One process's part of a stage; a resumed stage has several. A stage inside another (trunk in train) has its own,
     and its seconds count there alone."""
 
-    name = "stage"
     stage: str  # prepare, search, trunk, train, export, eval
     begin: float  # seconds since 1970
     end: float
@@ -67,7 +66,6 @@ class StageEvent(Event):
 
 @dataclass(frozen=True)
 class PrepareEvent(Event):
-    name = "prepare"
     format: str
     seconds: float
     machine: str
@@ -81,7 +79,6 @@ class PrepareEvent(Event):
 
 @dataclass(frozen=True)
 class SchemeEvent(Event):
-    name = "scheme"
     cut: int  # blocks below it are frozen and run once
     blocks: list[int]
     trained_parameters: int
@@ -89,7 +86,6 @@ class SchemeEvent(Event):
 
 @dataclass(frozen=True)
 class ExportEvent(Event):
-    name = "export"
     path: str
     format: str
     bytes: int
@@ -99,19 +95,14 @@ class ExportEvent(Event):
 
 @dataclass(frozen=True)
 class EvalEvent(Event):
-    name = "eval"
     suite: str
     who: str  # base or tuned
     rows: int
     seconds: float
 
 
-# ---------------------------------------------------------------- training
-
-
 @dataclass(frozen=True)
 class StepEvent(Event):
-    name = "step"
     step: int
     loss: float
     lr: float
@@ -126,7 +117,6 @@ class StepEvent(Event):
 
 @dataclass(frozen=True)
 class ValidationEvent(Event):
-    name = "validation"
     step: int
     heldout_loss: float
     seconds: float
@@ -135,14 +125,12 @@ class ValidationEvent(Event):
 
 @dataclass(frozen=True)
 class CheckpointEvent(Event):
-    name = "checkpoint"
     step: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class ResumeEvent(Event):
-    name = "resume"
     step: int
 
 
@@ -150,7 +138,6 @@ class ResumeEvent(Event):
 class SkippedEvent(Event):
     """A step whose loss or gradient is NaN or infinite."""
 
-    name = "skipped"
     step: int
     why: str
     in_row: int
@@ -165,7 +152,6 @@ class RollbackEvent(Event):
 
 @dataclass(frozen=True)
 class DamagedEvent(Event):
-    name = "damaged"
     file: str
     what: str
 
@@ -174,7 +160,6 @@ class DamagedEvent(Event):
 class MemoryEvent(Event):
     """Memory ran short: smaller micro-batches from here on, or the run stopped."""
 
-    name = "memory"
     why: str
     rss_bytes: int
     micro_batch_tokens: int | None = None

@@ -7,14 +7,14 @@ import dataclasses
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from edgeft import config
-from edgeft.errors import ConfigError, RunError
-from edgeft.host.files import _LEFT, atomic_write, read_json, remove_tree, sweep, wrap_os_errors, write_json
-from edgeft.host.locks import LockFile
+from edgeft.errors import ConfigError, ConfigWarning, RunError
+from edgeft.host.files import _LEFT, LockFile, atomic_write, read_json, remove_tree, sweep, wrap_os_errors, write_json
 from edgeft.host.system import peak_bytes
 from edgeft.run.events import Event, StageEvent, read_events
 from edgeft.run.record import Resolved, of_earlier_version
@@ -66,6 +66,9 @@ class Run:
             if not resume:
                 raise RunError(f"{path} holds a run already", "go on with --resume, or name another folder with --out")
             earlier = Run.open(path).recipe
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConfigWarning)
+                config.build(config.Recipe, config.read_yaml(path / "recipe.yaml"))  # refuses values that are gone
             if recipe.update.needs_search and earlier.update.blocks == "auto":  # earlier versions filled in the parts
                 recipe = dataclasses.replace(recipe, update=earlier.update)
             before, now = config.learning_identity(earlier), config.learning_identity(recipe)
@@ -76,10 +79,8 @@ class Run:
                 if before[part].get(key) != value
             ]
             if changed:
-                raise RunError(
-                    f"{path} was made with another recipe: {'; '.join(changed[:3])}",
-                    "resume with the same settings, or name another folder with --out",
-                )
+                hint = "resume with the same settings, or name another folder with --out"
+                raise RunError(f"{path} was made with another recipe: {'; '.join(changed[:3])}", hint)
         elif path.exists() and (not path.is_dir() or any(not _is_left(file) for file in path.iterdir())):
             raise RunError(f"{path} is there already and is no run folder", "name another folder with --out")
         elif resume:
@@ -94,8 +95,6 @@ class Run:
         with atomic_write(run.recipe_file) as file:
             file.write(config.dump(recipe).encode())
         return run
-
-    # ------------------------------------------------ what runs
 
     def recorded(self) -> Resolved | None:
         """The record, also of a run made by an earlier version; None: nothing is decided yet."""
@@ -119,7 +118,7 @@ class Run:
         return self.fitted.update.needs_search and self.recorded() is None and read_json(self.searched) is None
 
     def write_record(self, resolved: Resolved) -> None:
-        write_json(self.record, resolved.to_json())
+        write_json(self.record, dataclasses.asdict(resolved))
         self._resolved = resolved
 
     @property

@@ -6,7 +6,7 @@ It is written once, before training; every later stage reads it. What changes la
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,6 @@ class Resolved:
         except (ConfigError, KeyError, TypeError) as error:
             hint = "start another run: nobody can say what this one was"
             raise DamagedError(f"{path} is damaged: {error}", hint) from None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_engine(path: Path) -> EngineChoice | None:

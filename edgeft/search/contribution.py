@@ -2,6 +2,9 @@
 
 One backward pass over a sample of rows, block by block from the top: the dense weights and gradients of one block are
 in memory at a time, whatever the model's size. What every block sees lies in files meanwhile.
+
+A trial tunes a scheme alone for a few steps, from its own cut on, and measures what that brings on held-out rows; the
+stack is as it was afterwards. Before gradients and trials the model is warmed up, which is what both begin from.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +24,40 @@ import torch
 from torch import nn
 
 from edgeft.arch import Architecture
-from edgeft.config import CHANNELS
+from edgeft.config import CHANNELS, ExecutionConfig, TrainConfig
 from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
-from edgeft.engine.batch import Batch, batch_of
-from edgeft.engine.stack import Stack, set_submodule
+from edgeft.engine import optimizer as optimizers
+from edgeft.engine.optimizer import Optimizer
+from edgeft.engine.stack import Batch, Stack, batch_of
 from edgeft.errors import DataError
 from edgeft.host.files import open_handle
 from edgeft.methods import SPARSE
 from edgeft.methods import scheme as schemes
 from edgeft.methods.base import channel_count
 from edgeft.methods.scheme import Scheme
-from edgeft.plan.flops import HELDOUT_TOKENS, PART_TOKENS, SAMPLE_TOKENS, part_tokens
+from edgeft.plan import Shape
+from edgeft.plan.flops import (
+    HELDOUT_TOKENS,
+    PART_TOKENS,
+    SAMPLE_TOKENS,
+    STEP_PARTS,
+    WARM_STEPS,
+    Pass,
+    Schedule,
+    part_tokens,
+    step_flops,
+)
 
 # Channels are chosen by their gradients. On SmolLM2-135M with SQuAD rows an eighth of them brings 34 % of what all do,
 # a quarter 53 %, half 74 %; chosen by the size of their weights 12, 26 and 46 %, no more than the first ones.
 CHOOSE = "gradient"
+STEPS = 6  # of a trial
+WARM_RATE = 2e-3  # as in `bias-norm`
 SHARES = tuple(reversed(CHANNELS))  # 1/8, 1/4, 1/2, 1: of channels in their order, each holds the one before
 
 Floats = npt.NDArray[np.float64]
 Tensor = torch.Tensor
-
-
-# ---------------------------------------------------------------- the sample
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,10 @@ class Sample:
 
     def tokens(self, parts: Sequence[list[int]]) -> int:
         return sum(len(self.forest.nodes(part)) for part in parts)
+
+    def sizes(self) -> dict[str, int]:
+        rows, heldout = (sum(map(len, side)) for side in (self.parts, self.heldout))
+        return {"rows": rows, "tokens": self.tokens(self.parts), "heldout_rows": heldout}
 
     def digest(self) -> str:
         """Names the rows by their tokens."""
@@ -99,9 +117,6 @@ def _within(forest: Forest, order: Sequence[int], tokens: int) -> list[int]:
     return chosen
 
 
-# ---------------------------------------------------------------- what every block sees
-
-
 class Inputs:
     """States (T, d) by block and part of the sample, in one file a block; float32, so that nothing is lost."""
 
@@ -130,8 +145,7 @@ class Inputs:
         self.whole.touch()
 
     def _write(self, block: int, part: int, hidden: Tensor) -> None:
-        handle = open_handle(self._file(block), os.O_WRONLY | os.O_CREAT)
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(open_handle(self._file(block), os.O_WRONLY | os.O_CREAT), "wb") as file:
             file.seek(4 * self.width * int(self.starts[part]))
             file.write(hidden.contiguous().numpy().data)
 
@@ -170,12 +184,9 @@ def temporarily_trainable(stack: Stack, scheme: Scheme) -> Iterator[dict[str, nn
     finally:
         for block, path, module, bias in linears:
             module.bias = bias
-            set_submodule(block, path, module)
+            block.set_submodule(path, module)
         for module, weight in norms:
             module.weight = weight
-
-
-# ---------------------------------------------------------------- contributions
 
 
 @dataclass(frozen=True)
@@ -224,7 +235,8 @@ def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, te
             gradients: list[dict[str, Tensor]] = []
             for number in range(2):
                 for place in range(number, len(sample.parts), 2):
-                    above[place] = _back(stack, sample, inputs, block, place, targets[number], above[place])
+                    _, batch = batch_of(forest, sample.parts[place])
+                    above[place] = _back(stack, block, inputs.read(block, place), batch, targets[number], above[place])
                 gradients.append({name: p.grad for name, p in parameters.items() if p.grad is not None})
                 for parameter in parameters.values():
                     stack.options.backend.memory.gradients.release(parameter)
@@ -244,12 +256,8 @@ def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, te
 
 
 def _whole_block(block: int, arch: Architecture) -> Scheme:
-    return Scheme(
-        SPARSE,
-        {(block, tensor): 1.0 for tensor in arch.linears},
-        frozenset((block, tensor) for tensor in arch.biases),
-        frozenset([block]),
-    )
+    biases = frozenset((block, tensor) for tensor in arch.biases)
+    return Scheme(SPARSE, {(block, tensor): 1.0 for tensor in arch.linears}, biases, frozenset([block]))
 
 
 def _kind(name: str, arch: Architecture) -> int | None:
@@ -258,12 +266,9 @@ def _kind(name: str, arch: Architecture) -> int | None:
     return next((place for place, linear in enumerate(arch.linears.values()) if linear.path == path), None)
 
 
-def _back(
-    stack: Stack, sample: Sample, inputs: Inputs, block: int, place: int, targets: int, above: Tensor | None
-) -> Tensor | None:
+def _back(stack: Stack, block: int, hidden: Tensor, batch: Batch, targets: int, above: Tensor | None) -> Tensor | None:
     """One part's backward pass through one block, computed again from its input; the gradient at that input."""
-    _, batch = batch_of(sample.forest, sample.parts[place])
-    hidden = inputs.read(block, place).requires_grad_(block > 0)
+    hidden.requires_grad_(block > 0)
     if block == stack.depth - 1:
         loss = stack.head.loss(stack.top(hidden, batch, block), batch.targets) / targets
         loss.backward()  # type: ignore[no-untyped-call]
@@ -285,7 +290,91 @@ def by_share(one: Tensor, other: Tensor, optimizer: str) -> Floats:
     return np.maximum.accumulate(np.maximum(sums, 0.0))
 
 
-# ---------------------------------------------------------------- first order and measured
+class Trials:
+    """Trials over one sample, all at the peak of the same learning rates."""
+
+    def __init__(self, stack: Stack, sample: Sample, inputs: Inputs, rates: Schedule, how: ExecutionConfig) -> None:
+        self.stack, self.sample, self.inputs = stack, sample, inputs
+        self.rates, self.how = rates, how
+
+    def heldout_loss(self, cut: int) -> float:
+        """Mean nats per target over the held-out rows, of the stack as it is."""
+        rows = [row for part in self.sample.heldout for row in part]
+        first = len(self.sample.parts)
+        with torch.no_grad():
+            total = sum(float(self._loss(cut, first + n)) for n in range(len(self.sample.heldout)))
+        return total / self.sample.forest.trained(rows)
+
+    def gain(self, scheme: Scheme, base_loss: float) -> float:
+        """By how much the held-out loss falls."""
+        with temporarily_trainable(self.stack, scheme) as parameters:
+            optimizer = optimizers.make(parameters, self.rates.train, self.how, self.stack.options.backend)
+            optimizer.set_rate(self.rates.peak, self.rates.bias_peak)
+            _tune(self.sample, optimizer, STEPS, lambda place: self._loss(scheme.cut, place), lambda: None)
+            return base_loss - self.heldout_loss(scheme.cut)
+
+    def _loss(self, cut: int, place: int) -> Tensor:
+        """Sum over the targets of one part."""
+        _, batch = batch_of(self.sample.forest, self.sample.every()[place])
+        hidden = self.stack.top(self.inputs.read(cut, place), batch, cut)
+        return self.stack.head.loss(hidden, batch.targets)
+
+
+def warm_up(stack: Stack, sample: Sample, train: TrainConfig, how: ExecutionConfig, tell: Callable[[], None]) -> None:
+    """Biases and norms of all blocks, tuned for WARM_STEPS steps and left so; calls `tell` after each.
+
+    What an answer looks like is learned first, on all data in much the same places. Where it is known, gradients show
+    what is still to be learned.
+    """
+    blocks = range(stack.depth)
+    able = frozenset((block, tensor) for block in blocks for tensor in stack.arch.biases)
+    before = stack.options.recompute
+    stack.configure(recompute="full" if before == "full" else "selective")
+    parameters = schemes.apply(stack, Scheme(SPARSE, {}, able, frozenset(blocks)), seed=0)
+    optimizer = optimizers.make(parameters, replace(train, optimizer="adamw"), how, stack.options.backend)
+    optimizer.set_rate(WARM_RATE)
+
+    def loss(place: int) -> Tensor:
+        _, batch = batch_of(sample.forest, sample.parts[place])
+        return stack.head.loss(stack.top(stack.embed(batch.tokens), batch, 0), batch.targets)
+
+    _tune(sample, optimizer, WARM_STEPS, loss, tell)
+    stack.configure(recompute=before)
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+        parameter.grad = None
+
+
+def _tune(
+    sample: Sample, optimizer: Optimizer, steps: int, loss_of: Callable[[int], Tensor], tell: Callable[[], None]
+) -> None:
+    """loss_of: the sum over the targets of one part."""
+    for step in range(steps):
+        places, total = _places(sample, step), 0.0
+        targets = sum(sample.forest.trained(sample.parts[place]) for place in places)
+        for place in places:
+            loss = loss_of(place) / targets
+            total += float(loss.detach())
+            with optimizer.last_pass(total) if place == places[-1] else nullcontext():
+                loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        tell()
+
+
+def _places(sample: Sample, step: int) -> list[int]:
+    """The parts of a step: one after the other, and again from the first one."""
+    count = len(sample.parts)
+    return [(STEP_PARTS * step + number) % count for number in range(min(STEP_PARTS, count))]
+
+
+def trial_flops(sample: Sample, shape: Shape, scheme: Scheme) -> float:
+    """What a trial needs."""
+    forest, total = sample.forest, 0.0
+    used = [(sample.parts[place], True) for step in range(STEPS) for place in _places(sample, step)]
+    for part, back in [*used, *((part, False) for part in sample.heldout)]:
+        seen, targets = forest.positions[forest.nodes(part)] + 1, forest.trained(part)
+        total += step_flops(shape, scheme, Pass(len(seen), int(seen.sum()), targets, 0, targets), back)
+    return total
 
 
 def ranks(values: Sequence[float]) -> Floats:

@@ -1,48 +1,34 @@
-"""What schemes cost, as the search needs it: tables made by asking the planner for every part that a scheme can have.
+"""What schemes cost, as the search needs it: tables of the planned cost of every part that a scheme can have.
 
 Blocks between the cut and the last one cost the same, so that one of them stands for all. Where parts share a buffer,
-or one stage's peak hides another's, a sum of parts is not the whole: of what was found, the whole is asked for.
+or one stage's peak hides another's, a sum of parts is not the whole: the scheme that wins is planned as a whole.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from edgeft.config import TENSORS, ExecutionConfig, Recipe
-from edgeft.data.tokens import Encoded
+from edgeft.config import TENSORS, ExecutionConfig
 from edgeft.methods import SPARSE
 from edgeft.methods.scheme import Scheme
-from edgeft.plan import Shape, fit
-from edgeft.plan.memory import EngineSpec, peak, state_bytes
-from edgeft.plan.rows import Workload
+from edgeft.plan import fit, memory
 from edgeft.plan.shape import exported_bytes
-from edgeft.search.evolve import PLACES, SHARES, Problem
+from edgeft.search.evolve import PLACES, SHARES, Floats, Problem
 
 BELOW = 5  # blocks that a stack is asked about with, to see what a tensor adds in its middle
 GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))  # q k v, o, gate up, down: those that read the same
 ANCHOR = "k"  # the smallest tensor
 
-Floats = npt.NDArray[np.float64]
-
 
 class Costs:
     """Training on these rows by this recipe, with any scheme."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        shape: Shape,
-        train: Sequence[Encoded],
-        heldout: Sequence[Encoded],
-        machine: fit.Machine,
-        engine: EngineSpec | None,
-    ) -> None:
-        self.job = fit.Job(recipe, shape, Workload(train, heldout, recipe), machine, engine)
-        self.shape = shape
+    def __init__(self, job: fit.Job) -> None:
+        self.job, self.shape = job, job.shape
         self.ways = self._ways()
 
     def _ways(self) -> list[ExecutionConfig]:
@@ -51,15 +37,13 @@ class Costs:
         Moments of one byte are left out where nobody asked for them: a step with them is off by some 10 %.
         """
         asked, load = self.job.recipe.how, self.job.load
-        found: dict[tuple[object, ...], ExecutionConfig] = {}
-        for way in fit.ways(self.job):
-            same = all(
-                getattr(way, name) == getattr(asked, name) for name in ("trunk_order", "spare_memory", "products")
-            )
-            if same and way.optimizer_state in (asked.optimizer_state, "fp32", "bf16"):
-                passes = sum(len(step) for step in load.passes(way.micro_batch_tokens))
-                found.setdefault((passes, way.recompute, way.optimizer_state), way)
-        return list(found.values())
+        rest = operator.attrgetter("trunk_order", "spare_memory", "products")
+        different: dict[tuple[object, ...], ExecutionConfig] = {}
+        for how in fit.ways(self.job):
+            if rest(how) == rest(asked) and how.optimizer_state in (asked.optimizer_state, "fp32", "bf16"):
+                passes = sum(len(step) for step in load.passes(how.micro_batch_tokens))
+                different.setdefault((passes, how.recompute, how.optimizer_state), how)
+        return list(different.values())
 
     def _planned(self, scheme: Scheme, how: ExecutionConfig) -> fit.Job:
         job = self.job.with_how(how)
@@ -75,9 +59,9 @@ class Costs:
     def _parts(self, scheme: Scheme, how: ExecutionConfig) -> Floats:
         """(bytes of training without AdamW's moments, these, seconds)."""
         job = self._planned(scheme, how)
-        terms = job.stages(0)["train"]
+        terms = memory.stages(job, 0)["train"]
         moments = terms["optimiser state"]
-        return np.array([peak(terms) - moments, moments, _seconds(job)])
+        return np.array([memory.peak(terms) - moments, moments, _seconds(job)])
 
     def problem(self, budget: Floats) -> Problem:
         """With nothing to gain yet."""
@@ -87,17 +71,14 @@ class Costs:
         for how in self.ways:
             passes = (how.micro_batch_tokens, how.recompute)
             if passes not in tables:
-                tables[passes] = self._tables(dataclasses.replace(how, optimizer_state=asked.optimizer_state))
-            share = self._moments(how) / (self._moments(asked) or 1)
+                tables[passes] = self._tables(replace(how, optimizer_state=asked.optimizer_state))
+            moments, asked_moments = (memory.state_bytes(replace(self.job.recipe, how=one)) for one in (how, asked))
+            share = moments / (asked_moments or 1)
             weights = np.array([[1.0, share, 0.0], [0.0, 0.0, 1.0]])  # (bytes, moments, seconds) → (bytes, seconds)
             every.append([table @ weights.T for table in tables[passes]])
         fixed, small, *cost = (np.stack(some) for some in zip(*every, strict=True))
         nothing = np.zeros((depth, len(TENSORS), len(SHARES)))
         return Problem(nothing, nothing[:, 0, 0], fixed, GROUPS, tuple(cost), small, budget)
-
-    def _moments(self, how: ExecutionConfig) -> float:
-        """Bytes of a trained number that the optimiser keeps."""
-        return state_bytes(dataclasses.replace(self.job.recipe, how=how))
 
     def _tables(self, how: ExecutionConfig) -> list[Floats]:
         """[with each cut (depth, 3), for each block's biases and norms, for each group (depth, places, 3)]: `_parts`.
@@ -123,8 +104,8 @@ class Costs:
 
 
 def _seconds(job: fit.Job) -> float:
-    found = job.clock().stages(job.exported_bytes)
-    return found.get("trunk", 0.0) + found["train"]
+    stages = job.clock().stages()
+    return stages.get("trunk", 0.0) + stages["train"]
 
 
 def _scheme(

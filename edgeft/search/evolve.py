@@ -38,7 +38,6 @@ class Problem:
     small_cost: Floats  # (ways, depth, 2)
     budget: Floats  # (2,); may be infinite
     power: float = 1.0  # of what a block brings; below 1, the more of it is trained, the less does each part bring
-
     lowest: int = 0  # the first block that may be trained
 
     @property
@@ -51,10 +50,8 @@ class Problem:
 
     def first_cuts(self) -> Ints:
         """(ways,) the lowest cut from which on something can be trained; `depth` where there is none."""
-        rooms = [
-            (self.fixed + table[:, :, PLACES**place] <= self.budget).all(
-                -1
-            )  # (ways, depth): a tensor of the cut itself
+        rooms = [  # (ways, depth): a tensor of the cut itself
+            (self.fixed + table[:, :, PLACES**place] <= self.budget).all(-1)
             for group, table in zip(self.groups, self.cost, strict=True)
             for place in range(len(group))
         ]
@@ -83,8 +80,8 @@ class Problem:
 
 def _number(level: Ints, group: tuple[int, ...]) -> Ints:
     """(n, depth) the genes of a group as one number."""
-    found: Ints = level[:, :, list(group)] @ (PLACES ** np.arange(len(group)))
-    return found
+    number: Ints = level[:, :, list(group)] @ (PLACES ** np.arange(len(group)))
+    return number
 
 
 @dataclass(frozen=True)
@@ -158,9 +155,6 @@ def found(problem: Problem, schemes: Schemes, row: int, evaluations: int) -> Fou
     level, biased = one.expressed()
     bytes_, seconds = map(float, costs[0])
     return Found(level[0], int(biased[0].sum()), int(one.way[0]), float(gains[0]), bytes_, seconds, evaluations)
-
-
-# ---------------------------------------------------------------- schemes at random, and within the budget
 
 
 def random_schemes(problem: Problem, count: int, random: np.random.Generator) -> Schemes:
@@ -249,9 +243,6 @@ def refill(
     # together they may cost more than one by one
     good: Bools = np.asarray((score(problem, fuller)[1] <= problem.budget).all(1))
     return replace(schemes, level=np.where(good[:, None, None], higher, schemes.level))
-
-
-# ---------------------------------------------------------------- three ways to search
 
 
 def greedy(problem: Problem) -> Schemes:

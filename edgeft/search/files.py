@@ -1,4 +1,4 @@
-"""The files of `edgeft search`: recipe, numbers and picture."""
+"""The files of `edgeft search`: recipe, numbers and picture; and the budgets that it was given."""
 
 from __future__ import annotations
 
@@ -9,17 +9,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgeft import config
-from edgeft.config import Recipe
+from edgeft.config import TENSORS, Recipe, format_duration, format_size
 from edgeft.errors import ConfigError, EdgeftError, RunError
 from edgeft.host.files import atomic_write, read_json, write_json
-from edgeft.search.budget import Budget, finite
-from edgeft.search.recipe import recipe_text
 
-if TYPE_CHECKING:
-    pass
+MEASURE_S = 180.0  # for trials, where nothing is said
+WAYS = ("micro_batch_tokens", "recompute", "optimizer_state")  # what of `how` is chosen with the scheme
+
+
+@dataclass(frozen=True)
+class Budget:
+    memory_bytes: float
+    time_s: float = math.inf  # of trunk and training; infinite: what the recipe's own scheme takes
+    measure_s: float = 0.0  # of trials; 0: first order alone
+
+    @staticmethod
+    def read(
+        memory: str | None, time: str | None, measure: str | None, device_bytes: int, before: Budget | None
+    ) -> Budget:
+        """From the command's options; what is left out is as before, or as the device has it."""
+        options = {} if memory is None else {"memory_bytes": float(config.parse_size(memory))}
+        if time is not None:
+            limit = config.parse_time(time, "--time")
+            options |= {"time_s": limit, "measure_s": limit / 10}
+        if measure is not None:
+            options["measure_s"] = config.parse_time(measure, "--measure", least=0.0)
+        return dataclasses.replace(before or Budget(float(device_bytes), measure_s=MEASURE_S), **options)
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -55,15 +77,12 @@ class Files:
                 f"there is no search to go on with in {self.numbers}", "leave out --resume to start one"
             ) from None
 
-    def _note(self, recipe: Recipe, budget: Budget, seed: int) -> None:
-        limits = {key: finite(value) for key, value in dataclasses.asdict(budget).items()}
-        self._asked = {"recipe": dataclasses.asdict(recipe), "budget": limits, "seed": seed}
-        write_json(self.numbers, {"asked": self._asked})
-
     @contextmanager
     def noted(self, recipe: Recipe, budget: Budget, seed: int) -> Iterator[None]:
         """For --resume; a mistake in the call leaves nothing behind."""
-        self._note(recipe, budget, seed)
+        limits = {key: finite(value) for key, value in dataclasses.asdict(budget).items()}
+        self._asked = {"recipe": dataclasses.asdict(recipe), "budget": limits, "seed": seed}
+        write_json(self.numbers, {"asked": self._asked})
         try:
             yield
         except EdgeftError:
@@ -83,3 +102,55 @@ def command(recipe: Recipe, file: Path) -> str:
     words += ["--model", shlex.quote(recipe.model.path)] if recipe.model.path else []
     words += ["--data", shlex.quote(recipe.data.path)] if recipe.data.path else []
     return " ".join(words)
+
+
+def recipe_text(recipe: Recipe, found: dict[str, Any], data: str) -> str:
+    """A recipe file: what was found, what to expect, and the settings that it was searched with."""
+    budget, compared, sample = found["budget"], found["compared"], found["sample"]
+    allowed = format_size(budget["memory_bytes"])
+    allowed += f" and {format_duration(budget['time_s'])}" if budget["time_s"] is not None else ""
+    agreed = found["rank_correlation"]
+    trials = f"{len(found['measured'])} candidates measured" + (
+        f", rank correlation {agreed:.2f}" if agreed is not None else ""
+    )
+    gains = {name: compared[name] for name in ("greedy", "random")}
+    gains[f"the last {compared['last_blocks']} blocks"] = compared["last_blocks_gain"]
+    others = ", ".join(f"{name} {gain / (found['all_gain'] or 1.0):.1%}" for name, gain in gains.items())
+    lines = [
+        f"# Found by `edgeft search` for {found['model']} on {data}, within {allowed}, seed {found['seed']}.",
+        f"# Contribution: first order over {sample['rows']} rows ({sample['tokens']} tokens); {trials}.",
+        f"# Evolution over {compared['evaluations']} schemes: {found['gain_share']:.1%} of what training everything "
+        f"would bring",
+        f"# ({others}).",
+        f"# To expect: {found['trained_parameters'] / 1e6:.2f} M parameters trained, "
+        f"{format_size(found['peak_bytes'])}, {format_duration(found['seconds'])}.",
+        f"about: found by search for {found['model']}, within {allowed}",
+        "",
+        "update:",
+        "  method: sparse",
+        "  choose: gradient  # of a share, the channels with the largest gradients",
+        "  parts:",
+        *(f"    - {_flow(part)}" for part in found["parts"]),
+    ]
+    kept = dataclasses.replace(recipe, how=dataclasses.replace(recipe.how, **found["how"]))
+    for section in ("model", "data", "train", "how"):
+        lines += _section(section, kept)
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, recipe: Recipe) -> list[str]:
+    """What differs from the defaults; not where files lie, nor of `how` what belongs to this machine."""
+    values, defaults = (dataclasses.asdict(getattr(r, name)) for r in (recipe, Recipe()))
+    names = WAYS if name == "how" else [key for key in values if key not in ("path", "heldout")]
+    changed = {key: values[key] for key in names if values[key] != defaults[key]}
+    return ["", f"{name}:", *(f"  {key}: {config.scalar(value)}" for key, value in changed.items())] if changed else []
+
+
+def _flow(part: dict[str, Any]) -> str:
+    words = [f"blocks: [{', '.join(map(str, part['blocks']))}]"]
+    if part["tensors"] != list(TENSORS):
+        words.append(f"tensors: [{', '.join(part['tensors'])}]")
+    if part["channels"] != 1:
+        words.append(f"channels: {part['channels']:g}")
+    words += [f"{name}: true" for name in ("biases", "norms") if part[name]]
+    return "{" + ", ".join(words) + "}"

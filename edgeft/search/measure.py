@@ -18,15 +18,15 @@ from edgeft import plan
 from edgeft.arch import Architecture
 from edgeft.config import TENSORS, Device, Recipe, format_duration
 from edgeft.data.tokens import Encoded
-from edgeft.formats import hub
+from edgeft.formats import source as models
 from edgeft.host import cache
 from edgeft.host.files import write_json
 from edgeft.methods import SPARSE
 from edgeft.methods.scheme import Scheme
-from edgeft.plan import memory as plan_memory
-from edgeft.plan.fit import Machine
-from edgeft.plan.flops import WARM_STEPS
-from edgeft.plan.schedule import Schedule
+from edgeft.plan.fit import Job, Machine
+from edgeft.plan.flops import WARM_STEPS, Schedule
+from edgeft.plan.memory import EngineSpec
+from edgeft.plan.rows import Workload
 from edgeft.run.progress import Progress
 from edgeft.run.record import read_engine
 from edgeft.search.costs import Costs
@@ -43,14 +43,14 @@ def search_key(recipe: Recipe, source: str, sample: Sample) -> str:
     """Changes when anything changes that contributions depend on."""
     t = recipe.train
     rates = (t.optimizer, t.momentum, t.lr, t.bias_lr, t.lr_width, t.beta1, t.beta2, t.weight_decay, t.clip)
-    parts = (FORMAT, hub.model_id(source), recipe.model.frozen, rates, sample.digest())
+    parts = (FORMAT, models.model_id(source), recipe.model.frozen, rates, sample.digest())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @contextmanager
 def search_entry(key: str, progress: Progress) -> Iterator[cache.Entry]:
     """A folder of the cache, for this process alone; where there is no cache, one that is gone afterwards."""
-    root = cache.searches()
+    root = cache.folder("search")
     with ExitStack() as undo:
         if root is None:
             root = Path(undo.enter_context(TemporaryDirectory()))
@@ -89,20 +89,21 @@ class Measurements:
 
     def costs(self, train: Sequence[Encoded], heldout: Sequence[Encoded], profile: Device | None) -> Costs:
         """Of training here, or on the machine of a profile."""
+        load, engine = Workload(train, heldout, self.recipe), None
         if profile is None:
             machine = Machine.here(self.threads)
-            known = plan_memory.EngineSpec(self.engine.compiled, self.engine.bf16, self.threads)
-            return Costs(self.recipe, self.shape, train, heldout, machine, known)
-        machine = Machine.of(profile, self.recipe.how.threads)
-        if not machine.timed:
-            self.progress.line(f"`{profile.name}` says no rate of products (gemm_gflops): times are guesses")
-        return Costs(self.recipe, self.shape, train, heldout, machine, None)
+            engine = EngineSpec(self.engine.compiled, self.engine.bf16, self.threads)
+        else:
+            machine = Machine.of(profile, self.recipe.how.threads)
+            if not machine.timed:
+                self.progress.line(f"`{profile.name}` says no rate of products (gemm_gflops): times are guesses")
+        return Costs(Job(self.recipe, self.shape, load, machine, engine))
 
     def stack(self) -> Any:
         """The model, with what every block sees of the sample in files."""
         if self._stack is None:
             from edgeft.engine.limits import padded
-            from edgeft.search.trial import warm_up
+            from edgeft.search.contribution import warm_up
             from edgeft.train import build
 
             self._stack = build.load_stack(self.recipe, self.engine)
@@ -137,13 +138,13 @@ class Measurements:
         )
         return found
 
-    def measure(self, first: FirstOrder, arch: Architecture, budget_s: float) -> list[dict[str, Any]]:
+    def measure(self, first: FirstOrder, budget_s: float) -> list[dict[str, Any]]:
         """As many candidates as the budget has time for, by plan: the same call measures the same ones."""
-        from edgeft.search.trial import Trials, trial_flops
+        from edgeft.search.contribution import Trials, trial_flops
 
-        wanted, planned_s = [], 0.0
+        wanted, planned_s, arch, depth = [], 0.0, self.shape.arch, self.shape.depth
         for candidate in candidates(first):
-            planned_s += trial_flops(self.sample, self.shape, candidate.scheme(arch, self.shape.depth)) / self.rate
+            planned_s += trial_flops(self.sample, self.shape, candidate.scheme(arch, depth)) / self.rate
             if planned_s > budget_s:
                 break
             wanted.append(candidate)
@@ -152,20 +153,16 @@ class Measurements:
         if missing:
             rates = Schedule(1, self.recipe.train, self.shape.width)
             trials = Trials(self.stack(), self.sample, self.inputs, rates, self.recipe.how)
-            base = trials.heldout_loss(self.shape.depth - 1)
+            base = trials.heldout_loss(depth - 1)
             self.progress.stage("measure", len(wanted))
             self.progress.advance(len(wanted) - len(missing))
             for candidate in missing:
-                gain = trials.gain(candidate.scheme(arch, self.shape.depth), base)
+                gain = trials.gain(candidate.scheme(arch, depth), base)
                 kept = {**kept, candidate.name: gain}
                 self._remember(measured=kept)
                 self.progress.advance(1, f"{candidate.name} {gain:+.4f}")
             self.progress.end()
         return [{**dataclasses.asdict(c), "name": c.name, "gain": kept[c.name]} for c in wanted]
-
-    def done(self) -> None:
-        """What is large and made from the user's rows goes; numbers stay."""
-        self.inputs.drop()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def use_threads(asked: int) -> int:
 def load_stack(recipe: Recipe, engine: Engine | None = None) -> Stack:
     """The model, all of it frozen."""
     from edgeft.engine.backend import TORCH
-    from edgeft.engine.load_gguf import load
+    from edgeft.engine.load import load
 
     backend = engine.backend if engine else TORCH
     backend.memory.set_release(recipe.how.spare_memory)

@@ -147,9 +147,6 @@ def _crc(file: IO[bytes], place: int) -> int:
     return found
 
 
-# ---------------------------------------------------------------- those of a run
-
-
 def name(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}.safetensors"
 
@@ -167,8 +164,7 @@ def newest(folder: Path, tell: Tell, place: Place = fresh) -> Found | None:
         except RunError as error:
             tell(path, error.message)
             if isinstance(error, DamagedError):
-                with wrap_os_errors(path):
-                    path.unlink(missing_ok=True)
+                _delete(path)
     return None
 
 
@@ -197,13 +193,16 @@ def rotate(folder: Path, keep: int, start: bool) -> None:
     """Leaves the newest `keep`, and with `start` the one of step 0."""
     for path in all_of(folder)[:-keep]:
         if not start or path != name(folder, 0):
-            with wrap_os_errors(path):
-                path.unlink(missing_ok=True)
+            _delete(path)
 
 
 def drop_after(folder: Path, step: int) -> None:
     """Takes away those of later steps, the newest last: whoever is killed here finds one from before going back."""
     for path in all_of(folder):
         if path > name(folder, step):
-            with wrap_os_errors(path):
-                path.unlink(missing_ok=True)
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    with wrap_os_errors(path):
+        path.unlink(missing_ok=True)

@@ -5,13 +5,17 @@ It decides only when the next micro-batch begins, never what is in it: a run wit
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from edgeft.config import windows
 from edgeft.host import sensors
 from edgeft.host.sensors import Sensors
+from edgeft.host.system import stop_signals
 from edgeft.run.events import PauseEvent, read_events
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
@@ -20,6 +24,7 @@ READ_S = 1.0  # between two readings of the temperature
 LOOK_S = 10.0  # between two looks at battery and throttling: they change slowly, and vcgencmd is a process
 LOG_S = 30.0  # between two lines of metrics
 NAP_S = 0.2  # a request to stop is heard within this time
+SAME_S = 0.5  # requests to stop within this time are one
 LEAST_PAUSE_S = 0.05  # shorter ones are saved up: a sleep costs a wake-up
 BATTERY_MARGIN = 5  # percent above the level at which a run goes on: else a battery near it would stop and start it
 
@@ -81,8 +86,6 @@ class Governor:
         self._logged_s: dict[str, float] = {}
         self._left = clock()
         self._read = self._looked = self._logged = float("-inf")
-
-    # ------------------------------------------------ between micro-batches
 
     def pause_if_needed(self, save: Callable[[], None] = lambda: None) -> bool:
         """Pauses if it must, and before a long pause saves; True: asked to stop."""
@@ -174,8 +177,6 @@ class Governor:
         self.run.paused_s += now - began
         self._not_own_s += now - began
 
-    # ------------------------------------------------ what it cost
-
     def worked_s(self) -> float:
         """A clock that stands still in `between`."""
         return self._clock() - self.inside_s
@@ -219,3 +220,30 @@ class Governor:
 def _inside(minute: int, begin: int, end: int) -> bool:
     """Over midnight, too."""
     return begin <= minute < end if begin < end else minute >= begin or minute < end
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask; the loop answers at the next safe place. A second Ctrl-C is not held back.
+
+    One that comes along with another signal is no second one: this process and its parent were both told.
+    """
+    asked: list[float] = []  # when
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if asked and number == signal.SIGINT and now - asked[0] > SAME_S:
+            raise KeyboardInterrupt
+        asked.append(now)
+
+    try:
+        for number in stop_signals():
+            before[number] = signal.signal(number, note)
+    except ValueError:  # not the main thread: the caller stops us in its own way
+        pass
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)

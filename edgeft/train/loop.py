@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +21,24 @@ from torch import nn
 
 from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
-from edgeft.engine.batch import Batch, batch_of
 from edgeft.engine.limits import padded
-from edgeft.engine.stack import Stack
+from edgeft.engine.stack import Batch, Stack, batch_of
 from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
 from edgeft.host.system import peak_bytes
 from edgeft.methods.layer import checkpoint_tensors
-from edgeft.methods.rotation import Rotation
-from edgeft.methods.scheme import Scheme
+from edgeft.methods.scheme import Rotation, Scheme
 from edgeft.plan import shape_of_config
 from edgeft.plan.flops import Pass, step_flops
-from edgeft.plan.schedule import Schedule as Schedule
-from edgeft.run.events import (
-    CheckpointEvent,
-    DamagedEvent,
-    ResumeEvent,
-    RollbackEvent,
-    SkippedEvent,
-    StepEvent,
-    ValidationEvent,
-)
+from edgeft.plan.flops import Schedule as Schedule
+from edgeft.run import events
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import checkpoint, trunk
-from edgeft.train.governor import Governor
-from edgeft.train.guard import Guard
-from edgeft.train.remaining import Remaining
-from edgeft.train.stopping import stop_requests
+from edgeft.train.governor import Governor, stop_requests
+from edgeft.train.totals import Guard, Remaining, StepTotals
 from edgeft.train.watch import Watch, is_refusal
 
 CHOOSING_ROWS = 8  # whose gradients decide which channels are trained
-
-
-@dataclass
-class StepTotals:
-    """What the passes of one step came to."""
-
-    loss: float = 0.0
-    tokens: int = 0  # of the forest
-    flops: float = 0.0  # needed
 
 
 class Trainer:
@@ -114,8 +93,6 @@ class Trainer:
         self.watch = Watch(run, progress, longest, rss, resize)
         self.remaining = Remaining(run.read_json(run.plan) or {}, self.schedule.steps)
 
-    # ------------------------------------------------ before the first step
-
     def _choose_channels(self) -> None:
         """`update.choose: gradient`: a backward pass over a few rows, each on its own, whatever the micro-batches."""
         order = epoch_order(self.forest, self.rows, self.recipe.train.seed, 0, grouped=False)
@@ -131,8 +108,6 @@ class Trainer:
         self.memory.pool.resize(self.memory.pool.rows)  # it took buffers of other widths than training does
         self.memory.trim(always=True)  # and most of it was done in plain torch, outside the pool
         self.progress.line(f"channels chosen by the gradients of {min(CHOOSING_ROWS, len(order))} rows")
-
-    # ------------------------------------------------ one step
 
     def step_rows(self, step: int) -> list[int]:
         epoch, place = divmod(step, self.schedule.per_epoch)
@@ -155,7 +130,6 @@ class Trainer:
                 parts = self._parts([row for part in parts for row in part])
             part = parts.pop(0)
             nodes, batch = batch_of(self.forest, part)
-            self._choose_tokens(batch, part[0])
             piece = self.loss(nodes, batch) / targets
             passed.loss += float(piece.detach())
             with nullcontext() if parts else self.optimizer.last_pass(passed.loss):
@@ -167,14 +141,6 @@ class Trainer:
 
     def _parts(self, rows: list[int]) -> list[list[int]]:
         return list(self.forest.micro_batches(rows, self.watch.tokens))
-
-    def _choose_tokens(self, batch: Batch, salt: int) -> None:
-        """TokenTune: a random share of the tokens, the same when the step is taken again; trained ones always."""
-        t = self.recipe.train
-        if t.token_share < 1:
-            random = np.random.default_rng([t.seed, self.step, salt])
-            chosen = random.permutation(len(batch.tokens))[: round(t.token_share * len(batch.tokens))]
-            batch.kept = np.union1d(chosen, batch.at.numpy())
 
     def loss(self, nodes: np.ndarray, batch: Batch) -> torch.Tensor:
         """Sum over the batch's targets."""
@@ -201,8 +167,6 @@ class Trainer:
                 self.governor.pause_if_needed()  # asked to stop, the loop does so after this
                 total += float(self.loss(*batch_of(self.forest, part)))
         return total / self.forest.trained(self.heldout)
-
-    # ------------------------------------------------ the loop
 
     def trunk_job(self, model_id: str) -> trunk.Job:
         return trunk.Job(self.stack, self.forest, self.scheme.cut, self.recipe, model_id, self.backend.name)
@@ -252,7 +216,7 @@ class Trainer:
         of = f"{len(self.rows)} rows" + (", bf16" if self.stack.options.bf16 else "")
         of += self.scheme.method.base_note
         self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
-        self.run.log(ValidationEvent(0, self.base_loss, round(self.governor.worked_s() - begin, 3)))
+        self.run.log(events.ValidationEvent(0, self.base_loss, round(self.governor.worked_s() - begin, 3)))
         self.progress.line(f"held-out loss before training: {self.base_loss:.4f}")
         self.save()
 
@@ -280,7 +244,7 @@ class Trainer:
             return False
         rss = self.process.memory_info().rss
         self.run.log(
-            StepEvent(
+            events.StepEvent(
                 self.step, totals.loss, lr, norm, totals.tokens, totals.flops, round(seconds, 4), rss,
                 self.watch.planned_bytes, self._left(seconds),
             )
@@ -339,7 +303,7 @@ class Trainer:
         loss = self.heldout_loss()
         better = loss < self.best_loss or not self.heldout
         seconds = round(self.governor.worked_s() - begin, 3)
-        self.run.log(ValidationEvent(self.step, loss, seconds, better))
+        self.run.log(events.ValidationEvent(self.step, loss, seconds, better))
         self.progress.line(f"step {self.step}: held-out loss {loss:.4f}{' (best so far)' if better else ''}")
         if better:
             self.best_loss, self.best_step = loss, self.step
@@ -347,12 +311,10 @@ class Trainer:
             checkpoint.write(self.run.best, self.stored, {"step": self.step, "heldout_loss": loss})
             self.checkpoint_s += time.monotonic() - begin
 
-    # ------------------------------------------------ numbers that went bad
-
     def _skipped(self, loss: float, norm: float) -> None:
         """The step left the weights as they were; after several, back to good ones, once."""
         guard, why = self.guard, self.guard.why(loss, norm)
-        self.run.log(SkippedEvent(self.step, why, guard.in_row))
+        self.run.log(events.SkippedEvent(self.step, why, guard.in_row))
         self.progress.advance(1)
         self.progress.line(f"step {self.step}: {why}; skipped")
         if guard.in_row < guard.LIMIT:
@@ -379,7 +341,7 @@ class Trainer:
         self.guard.back()
         self._write()
         checkpoint.drop_after(self.run.checkpoints, self.step)
-        self.run.log(RollbackEvent(self.step, self.guard.rate))
+        self.run.log(events.RollbackEvent(self.step, self.guard.rate))
         self.progress.line(f"back to the weights of step {self.step}, at half the learning rate")
         self.progress.stage("train", self.schedule.steps)
         self.progress.advance(self.step)
@@ -388,8 +350,6 @@ class Trainer:
         missing = self.stored.keys() - tensors.keys()
         if missing:
             raise EdgeftError(f"a checkpoint of {self.run.path} lacks {min(missing)}", "it is of another recipe")
-
-    # ------------------------------------------------ stopping and going on
 
     def _save_before_pause(self) -> None:
         """The machine may lose power while it waits. Not while the held-out loss is taken: it would be left out."""
@@ -408,7 +368,7 @@ class Trainer:
         self.saved = self.step
         self.save_s = time.monotonic() - begin
         self.checkpoint_s += self.save_s
-        self.run.log(CheckpointEvent(self.step, round(self.save_s, 3)))
+        self.run.log(events.CheckpointEvent(self.step, round(self.save_s, 3)))
 
     def _write(self) -> None:
         kept, numbers = self.optimizer.state()
@@ -444,7 +404,7 @@ class Trainer:
             except DamagedError as error:
                 tell(self.run.best, f"{error.message}; the best of the steps from here on is kept")
                 self.best_loss, self.best_step = math.inf, 0
-        self.run.log(ResumeEvent(self.step))
+        self.run.log(events.ResumeEvent(self.step))
         self.progress.line(f"going on after step {self.step}")
 
     def _stopped(self) -> StoppedError:
@@ -458,7 +418,7 @@ def damage(run: Run, progress: Progress) -> checkpoint.Tell:
     """Says what is wrong with a file, on the screen and in metrics."""
 
     def tell(path: Path, what: str) -> None:
-        run.log(DamagedEvent(path.name, what))
+        run.log(events.DamagedEvent(path.name, what))
         progress.line(what)
 
     return tell

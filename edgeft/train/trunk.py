@@ -20,16 +20,15 @@ import torch
 
 from edgeft.config import Recipe
 from edgeft.data.forest import Forest
-from edgeft.engine.batch import Batch, batch_of
 from edgeft.engine.packed import PackedLinear
-from edgeft.engine.stack import Stack
+from edgeft.engine.stack import Batch, Stack, batch_of
 from edgeft.errors import RunError
 from edgeft.formats import gguf
-from edgeft.formats.hub import model_id as model_id
 from edgeft.formats.source import is_gguf
+from edgeft.formats.source import model_id as model_id
 from edgeft.host import cache
 from edgeft.host.files import open_handle, read_at, sweep, wrap_os_errors, write_at
-from edgeft.plan.schedule import WITHOUT_GRADIENT
+from edgeft.plan.flops import WITHOUT_GRADIENT
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train.codecs import CODECS, Codec
@@ -83,9 +82,6 @@ class Job:
         }
 
 
-# ---------------------------------------------------------------- states in a file
-
-
 class RowFile:
     """Rows of bytes in a file, by number. Read and written, not mapped: mapped pages count as this process's memory."""
 
@@ -120,13 +116,8 @@ class RowFile:
 
     def write(self, numbers: np.ndarray, rows: np.ndarray) -> None:
         for place, first, count in self._runs(numbers):
-            self.write_at(np.ascontiguousarray(rows[place : place + count]).data.cast("B"), first * self.row_bytes)
-
-    def write_at(self, data: memoryview | bytes, offset: int) -> None:
-        write_at(self.handle, data, offset)
-
-    def sync(self) -> None:
-        os.fsync(self.handle)
+            data = np.ascontiguousarray(rows[place : place + count]).data.cast("B")
+            write_at(self.handle, data, first * self.row_bytes)
 
     def close(self) -> None:
         os.close(self.handle)
@@ -145,9 +136,6 @@ def _crc(path: Path) -> int:
         while piece := file.read(1 << 22):
             found = zlib.crc32(piece, found)
     return found
-
-
-# ---------------------------------------------------------------- what the trainer sees
 
 
 class Trunk:
@@ -261,7 +249,7 @@ def missing(run: Run, job: Job) -> list[tuple[Path, str, int]]:
 
 def _place(run: Run, job: Job, note: dict[str, Any], progress: Progress) -> tuple[cache.Entry, bool]:
     """The entry in the shared cache if it can lie there, else the one in the run folder."""
-    how, root = job.recipe.how, cache.trunks()
+    how, root = job.recipe.how, cache.folder("trunk")
     if how.trunk_place == "shared" and root is not None:
         if note["bytes"] > how.trunk_cache_bytes:
             progress.line(
@@ -275,9 +263,6 @@ def _place(run: Run, job: Job, note: dict[str, Any], progress: Progress) -> tupl
         except OSError as error:  # no home folder of one's own, a read-only disk
             progress.line(f"trunk: {root} cannot be used ({error.strerror}); the cache is kept in the run folder")
     return cache.Entry(run.trunk), False
-
-
-# ---------------------------------------------------------------- making it
 
 
 class _Maker:
@@ -295,6 +280,8 @@ class _Maker:
         self.stopping, self._micro_batch = stopping, micro_batch
         self.stack, self.forest, self.cut = job.stack, job.forest, job.cut
         self.entry, self.codec, self.note = target.entry, target.codec, target.note
+        self.tail_at = len(self.forest) * self.codec.row_bytes
+        self.between_files = [self.entry.path / name for name in ("even.bin", "odd.bin")]
         order = job.recipe.how.trunk_order
         self.blocks = order == "blocks" and job.cut > 1
         # what a half-made file depends on beside its key: how the rows are cut up
@@ -323,17 +310,13 @@ class _Maker:
                 reached = 0
                 self._reserve(states)
             elif self.codec.tail_bytes:
-                self.codec.read_tail(states.read_bytes(self.codec.tail_bytes, self._tail_at()))
+                self.codec.read_tail(states.read_bytes(self.codec.tail_bytes, self.tail_at))
             if not (self._by_blocks(states, reached, files) if self.blocks else self._by_rows(states, reached)):
                 return False
-        for name in ("even.bin", "odd.bin"):
-            (self.entry.path / name).unlink(missing_ok=True)
+        self._delete_between()
         self.entry.write_note({**self.note, "crc32": _crc(self.entry.states)})
         self.progress.end()
         return True
-
-    def _tail_at(self) -> int:
-        return len(self.forest) * self.codec.row_bytes
 
     def _reserve(self, states: RowFile) -> None:
         """Makes room in the shared cache, then takes the disk space."""
@@ -365,9 +348,7 @@ class _Maker:
         fresh = self.codec.tail() == b""
         states.write(nodes, self.codec.encode(hidden))
         if fresh and self.codec.tail_bytes:
-            states.write_at(self.codec.tail(), self._tail_at())
-
-    # ------------------------------------------------ all blocks for a few rows
+            write_at(states.handle, self.codec.tail(), self.tail_at)
 
     def _by_rows(self, states: RowFile, reached: int) -> bool:
         """`reached`: nodes that are done; they are the first ones, since rows come in the nodes' order."""
@@ -385,28 +366,9 @@ class _Maker:
                 nodes, batch = batch_of(forest, part)
                 self._write(states, nodes, self.stack.trunk(batch, self.cut))
                 self.progress.advance(len(part))
-            states.sync()
+            os.fsync(states.handle)
             self._write_down(int(ends[after - 1]))
         return True
-
-    # ------------------------------------------------ one block for all rows
-
-    def _open_between(self, rows: int, reached: int, files: ExitStack) -> tuple[list[RowFile], int]:
-        """(two files for the states between blocks, the place to start from: 0 where a file is not as it was)."""
-        paths = [self.entry.path / name for name in ("even.bin", "odd.bin")]
-        between = [RowFile(path, 4 * self.stack.width, write=True) for path in paths]
-        for file in between:
-            files.callback(file.close)
-            size = rows * file.row_bytes
-            if os.fstat(file.handle).st_size != size or not reached:
-                reached = 0
-                try:
-                    file.reserve(size)
-                except OSError:
-                    for path in paths:
-                        path.unlink(missing_ok=True)
-                    raise
-        return between, reached
 
     def _by_blocks(self, states: RowFile, reached: int, files: ExitStack) -> bool:
         """`reached`: micro-batches that are done, counted through all blocks.
@@ -440,12 +402,31 @@ class _Maker:
             self.progress.advance(1)
             last = number == len(parts) - 1
             if last or time.monotonic() - synced >= SYNC_S:
-                (states if block == self.cut - 1 else target).sync()
+                os.fsync((states if block == self.cut - 1 else target).handle)
                 self._write_down(turn + 1)
                 synced = time.monotonic()
             if last:
                 let_go(self.stack, block, block + 1)
         return True
+
+    def _open_between(self, rows: int, reached: int, files: ExitStack) -> tuple[list[RowFile], int]:
+        """(the two files between blocks, `reached`: 0 if one of them had to be made)."""
+        between = [RowFile(path, 4 * self.stack.width, write=True) for path in self.between_files]
+        for file in between:
+            files.callback(file.close)
+            size = rows * file.row_bytes
+            if os.fstat(file.handle).st_size != size or not reached:
+                reached = 0
+                try:
+                    file.reserve(size)
+                except OSError:
+                    self._delete_between()
+                    raise
+        return between, reached
+
+    def _delete_between(self) -> None:
+        for path in self.between_files:
+            path.unlink(missing_ok=True)
 
 
 def let_go(stack: Stack, start: int, stop: int) -> None:

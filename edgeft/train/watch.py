@@ -39,13 +39,13 @@ class Watch:
         longest: int,
         resident: Callable[[], int],
         give_back: Callable[[int], None] = lambda tokens: None,
-        root: Path = device.ROOT,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """longest: tokens of a row, below which no micro-batch can be; give_back: lets go of the buffers that are kept
         for the next pass, which will have so many tokens at the most."""
-        self.run, self.progress, self.longest, self.root = run, progress, longest, root
-        self._resident, self._give_back, self._clock = resident, give_back, clock
+        self.run, self.progress, self.longest = run, progress, longest
+        self._resident, self._give_back = resident, give_back
+        self.root: Path = device.ROOT
+        self.clock: Callable[[], float] = time.monotonic
         plan: dict[str, Any] = run.read_json(run.plan) or {}
         stages, smaller = plan.get("stages") or {}, plan.get("smaller") or {}
         self.budget_bytes = int(plan.get("budget_bytes") or 0)
@@ -63,9 +63,9 @@ class Watch:
 
     def check_memory(self, stage: str = "train") -> bool:
         """True: micro-batches are smaller from now on. DoesNotFitError where that does not help."""
-        if self._clock() - self._looked < LOOK_S:
+        if self.clock() - self._looked < LOOK_S:
             return False
-        self._looked = self._clock()
+        self._looked = self.clock()
         if not self._short(stage):
             return self._over_budget()
         if self.smaller("the machine's memory is nearly used up"):
@@ -73,7 +73,7 @@ class Watch:
         self._back()
         if self._short(stage):
             memory = device.memory(self.root)
-            raise self._refused(f"only {memory.available_bytes >> 20} MiB of memory are left on this machine")
+            raise self.refused(f"only {memory.available_bytes >> 20} MiB of memory are left on this machine")
         return False
 
     def smaller(self, why: str) -> bool:
@@ -88,11 +88,8 @@ class Watch:
         self.progress.line(f"{why}: micro-batches of {half} tokens instead of {before}")
         return True
 
-    def refused(self) -> DoesNotFitError:
-        """What is said when the system gave no more memory, and passes cannot be smaller."""
-        return self._refused("the system gave no more memory")
-
-    def _refused(self, what: str) -> DoesNotFitError:
+    def refused(self, what: str = "the system gave no more memory") -> DoesNotFitError:
+        """The error where passes cannot be smaller; it is logged."""
         self.run.log(MemoryEvent(what, self._resident(), stopped=True))
         return DoesNotFitError(
             f"{what}; stopped, and everything so far is saved",

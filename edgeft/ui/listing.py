@@ -1,7 +1,8 @@
-"""Tables of the listing commands: recipes, devices, runs, cache, knobs."""
+"""Tables of the commands that only show: data, doctor, recipes, devices, runs, cache, knobs."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,9 +17,9 @@ from edgeft.config import Device, Knob, Recipe, format_duration, format_size, sc
 from edgeft.report.words import METRICS, figure
 
 
-def key_values(console: Console, rows: list[tuple[str, str]]) -> None:
+def key_values(console: Console, rows: dict[str, str]) -> None:
     table = Table.grid(padding=(0, 3))
-    for key, value in rows:
+    for key, value in rows.items():
         table.add_row(Text(key, style="bold"), Text(value))
     console.print(table)
 
@@ -58,15 +59,11 @@ def print_runs(console: Console, folder: Path, rows: list[dict[str, Any]]) -> No
     # A run's name is an argument of the next command: it is never cut.
     table = Table(Column("run", overflow="fold"), "recipe", "model", "rows", "held-out score", "memory", "time")
     for row in rows:
-        table.add_row(
-            row["run"],
-            row["recipe"],
-            row["model"].removesuffix(".gguf"),
-            "" if row["train_rows"] is None else str(row["train_rows"]),
-            _outcome(row),
-            "" if row["peak_bytes"] is None else format_size(row["peak_bytes"]),
-            "" if row["seconds"] is None else format_duration(row["seconds"]),
-        )
+        count = "" if row["train_rows"] is None else str(row["train_rows"])
+        memory = "" if row["peak_bytes"] is None else format_size(row["peak_bytes"])
+        duration = "" if row["seconds"] is None else format_duration(row["seconds"])
+        model = row["model"].removesuffix(".gguf")
+        table.add_row(row["run"], row["recipe"], model, count, _outcome(row), memory, duration)
     console.print(table if rows else f"no runs in {folder}")
 
 
@@ -89,3 +86,74 @@ def print_knobs(console: Console, knobs: Iterable[Knob]) -> None:
         default = "none" if knob.default is None else scalar(knob.default)
         table.add_row(Text(key, style="bold"), Text(f"{kind}; default {default}\n").append(knob.about, style="dim"))
     console.print(table)
+
+
+def marked(pieces: list[dict[str, Any]]) -> Text:
+    """A row as the model sees it; trained text is in ⟦ ⟧, so that it is visible without colour."""
+    text = Text()
+    for trained, group in itertools.groupby(pieces, key=lambda piece: piece["trained"]):
+        inner = "".join(piece["text"] for piece in group)
+        text.append(f"⟦{inner}⟧" if trained else inner, style="bold green" if trained else "dim")
+    return text
+
+
+def print_data(console: Console, summary: dict[str, Any]) -> None:
+    """`edgeft data`: counts, lengths, dropped rows with the reason, one row as the model sees it."""
+    shared, rows, usable, cut = (summary[key] for key in ("shared_prefix", "rows", "usable", "cut"))
+    facts = {
+        "format": summary["format"],
+        "files": ", ".join(summary["files"]),
+        "rows": f"{rows['train']} for training, {rows['heldout']} held out ({summary['split']})",
+        "usable": f"{usable['train']} and {usable['heldout']} within {summary['max_tokens']} tokens",
+        "truncated": f"{cut['rows']} rows lose {cut['tokens']} tokens of their context or oldest turns",
+        "shared prefixes": f"{shared['row_tokens']} row tokens are {shared['tree_tokens']} computed "
+        f"({shared['times']} ×)",
+    }
+    key_values(console, facts)
+    for kind in ("dropped", "skipped"):
+        for item in summary[kind]:
+            text = f"{kind}: {item['rows']} × {item['reason']} (first: {item['first']})"
+            console.print(text, markup=False, soft_wrap=True)
+    histogram = summary["tokens"]["histogram"]
+    console.print("\ntokens per row", style="bold")
+    highest = max((bin["rows"] for bin in histogram), default=0) or 1
+    for bin in histogram:
+        bar = "█" * round(40 * bin["rows"] / highest) or ("▏" if bin["rows"] else "")
+        upper = f"{bin['to']:>6}" if bin["to"] is not None else "  more"
+        console.print(f"{bin['from']:>6} – {upper}  {bar} {bin['rows']}", markup=False)
+    if summary["example"]:
+        console.print(f"\none row ({summary['example']['source']}); trained text is in ⟦ ⟧", style="bold")
+        console.print(marked(summary["example"]["pieces"]))
+
+
+def print_doctor(console: Console, machine: dict[str, Any]) -> None:
+    """`edgeft doctor`."""
+    gib = 2**30
+    memory, cpu, gemm, disk = machine["memory"], machine["cpu"], machine["gemm"], machine["disk"]
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in gemm["gflops"].items()) or gemm["error"] or "not measured"
+    limit = f", limited to {memory['limit_bytes'] / gib:.1f} GiB" if memory["limit_bytes"] else ""
+    accelerator, compiler, power = machine["accelerator"], machine["compiler"], machine["power"]
+    heat = ", ".join(f"{t['sensor']} {t['celsius']:.0f} °C" for t in machine["temperatures"]) or "no sensor"
+    heat += f" · throttled now: {', '.join(machine['throttled'])}" if machine["throttled"] else ""
+    batteries = ", ".join(f"{b['name']} {b['percent']} % {b['status']}" for b in power["batteries"]) or "no battery"
+    bandwidth = ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in machine["bytes"].items()) or "not measured"
+    vectors = " ".join(cpu["simd"]) or "no vector extensions detected"
+    facts = {
+        "system": " · ".join(str(v) for v in machine["system"].values() if v),
+        "memory": f"{memory['physical_bytes'] / gib:.1f} GiB{limit}, {memory['available_bytes'] / gib:.1f} GiB free, "
+        f"budget {memory['budget_bytes'] / gib:.1f} GiB",
+        "processor": f"{cpu['name']} · {cpu['cores']} cores · {vectors}",
+        "GEMM": f"{rates} GFLOPS on {gemm['threads']} threads",
+        "memory bandwidth": bandwidth,
+        "accelerator": f"{accelerator['kind']} {accelerator['name'] or ''}".strip(),
+        "compiler": compiler["version"] if compiler else "none",
+        "temperature": heat,
+        "power": batteries,
+        "disk": f"{disk['free_bytes'] / gib:.1f} GiB free in {disk['folder']} ({disk['kind'] or 'kind unknown'})",
+        "versions": " · ".join(f"{k} {v or 'missing'}" for k, v in machine["versions"].items()),
+        "profile": f"{machine['profile']['name']}: {machine['profile']['reason']}",
+    }
+    key_values(console, facts)
+    if machine["unavailable"]:
+        console.print("\nnot available on this system:", style="bold")
+        key_values(console, {f"  {row['what']}": row["why"] for row in machine["unavailable"]})

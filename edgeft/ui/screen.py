@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +16,7 @@ from edgeft.run.progress import Progress
 PLAIN_EVERY_S = 10.0  # between two lines, without a terminal
 
 
-class Screen(Progress):
+class Screen(Progress, AbstractContextManager["Screen"]):
     """A bar in a terminal, a line every 10 seconds elsewhere."""
 
     def __init__(self, console: Console) -> None:
@@ -33,10 +33,7 @@ class Screen(Progress):
         """Stops during a pause, so that the remaining time counts work only."""
         return (time.monotonic() if self.paused_at is None else self.paused_at) - self.paused_s
 
-    def __enter__(self) -> Screen:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
 
     def stage(self, name: str, total: float) -> None:
@@ -47,8 +44,7 @@ class Screen(Progress):
         if self.console.is_terminal:
             self.bar = Bar(
                 TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"), console=self.console, transient=True,
-                get_time=self.clock,
+                TextColumn("{task.fields[note]}"), console=self.console, transient=True, get_time=self.clock,
             )  # fmt: skip
             self.bar.add_task(name, total=total, note="")
             self.bar.start()
@@ -75,8 +71,7 @@ class Screen(Progress):
             self.console.print(" · ".join(parts), soft_wrap=True)
 
     def line(self, text: str) -> None:
-        target = self.bar.console if self.bar is not None else self.console
-        target.print(text, markup=False, soft_wrap=True)
+        self.console.print(text, markup=False, soft_wrap=True)  # above the bar, which has the same console
 
     def pause(self, text: str) -> None:
         self.line(text)

@@ -22,11 +22,10 @@ WAYS: dict[str, tuple[str, list[str]]] = {
     "as shipped": ("", []),
     "tree off": ("1. each token once", ["how.tree=false"]),
     "trunk rerun": ("2. the trunk once", ["how.trunk=rerun"]),
-    "half of the tokens": ("3. token share 0.5, off as shipped", ["train.token_share=0.5"]),
-    "step in place": ("4. update in place, off as shipped", ["how.step_in_place=true"]),
-    "8-bit state": ("4. 8-bit optimiser state, off as shipped", ["how.optimizer_state=8bit"]),
-    "fp32 products": ("5. bf16 products, where the processor has them", ["how.products=fp32"]),
-    "plain torch": ("5. compiled kernels", ["how.compile=off"]),
+    "step in place": ("3. update in place, off as shipped", ["how.step_in_place=true"]),
+    "8-bit state": ("3. 8-bit optimiser state, off as shipped", ["how.optimizer_state=8bit"]),
+    "fp32 products": ("4. bf16 products, where the processor has them", ["how.products=fp32"]),
+    "plain torch": ("4. compiled kernels", ["how.compile=off"]),
     **{
         f"1/{part} of the channels": (
             "a share of each tensor's input channels, all as shipped",

@@ -44,9 +44,11 @@ import common
 from bench_figures import NAMES, REFERENCE, BenchError
 from bench_meter import RATES, Tree, gemm_gflops
 
+from edgeft.config import EvalConfig
 from edgeft.data import tokens
 from edgeft.errors import EdgeftError
 from edgeft.evaluate import compare
+from edgeft.evaluate.suite import Suite, make_items
 from edgeft.formats.source import demo_model, is_gguf
 from edgeft.host import device
 from edgeft.run.progress import Progress
@@ -183,7 +185,9 @@ class Bench:
         if args.answers:
             run_quietly("edgeft's export", edgeft("--resume", "--out", str(folder), "--until", "export"))
             rows = tokens.load(self.tokens)[1]
-            scores = compare.score_file(str(folder / "model.gguf"), rows, MAX_NEW, Progress(), "edgeft")
+            suite = Suite(eval=EvalConfig(max_new_tokens=MAX_NEW))
+            subject = compare.Subject("edgeft", str(folder / "model.gguf"))
+            scores = compare.score_subject(subject, make_items(suite, rows), suite, Progress())
             result |= {"f1": scores.f1, "exact_match": scores.exact_match, "exported_loss": scores.loss}
         return result
 

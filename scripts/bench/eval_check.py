@@ -71,7 +71,7 @@ def choices(args: argparse.Namespace) -> None:
 
 def interval(args: argparse.Namespace) -> None:
     """Rows with a difficulty that both models share; the true difference is known."""
-    from edgeft.evaluate.paired import bootstrap
+    from edgeft.evaluate.metrics import bootstrap
 
     random = np.random.default_rng(args.seed)
     for rows in (30, 64, 200):

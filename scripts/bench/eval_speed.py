@@ -15,6 +15,7 @@ import os
 import re
 import string
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def main() -> None:
 
     path = args.model or Path(model_source(None))
     suite = load_suite("qa")
-    suite.eval.max_new_tokens = args.max_new
+    suite.eval = replace(suite.eval, max_new_tokens=args.max_new)
     tokenizer = open_tokenizer(path)
     data = DataConfig(path=str(args.data / "dev.jsonl"), max_tokens=512)
     items = read_items(suite, data, tokenizer, args.rows)

@@ -16,8 +16,8 @@ import common
 from edgeft import config
 from edgeft.data.forest import Forest
 from edgeft.engine import kernels
-from edgeft.engine.batch import batch_of
-from edgeft.engine.load_gguf import load
+from edgeft.engine.load import load
+from edgeft.engine.stack import batch_of
 from edgeft.formats.source import demo_model
 from edgeft.methods import scheme as schemes
 from edgeft.pipeline import prepare

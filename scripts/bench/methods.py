@@ -20,7 +20,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Bench:
         self.base: dict[str, Any] | None = before.get("base")
         self.found: dict[str, dict[str, Any]] = before.get("methods", {})
         suite = load_suite("choice")
-        suite.eval.max_new_tokens = 1
+        suite.eval = replace(suite.eval, max_new_tokens=1)
         arc = config.DataConfig(path=str(args.data / "arc_easy" / "validation.jsonl"), heldout_share=0.0)
         self.guard = suite, read_items(suite, arc, open_tokenizer(model_source(args.model)), args.arc_rows)
 

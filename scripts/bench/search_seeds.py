@@ -17,7 +17,7 @@ import common
 from edgeft.pipeline import prepare
 from edgeft.run.progress import Progress
 from edgeft.search import evolve, files
-from edgeft.search.problem import build_problem
+from edgeft.search.problem import SearchRequest, build_problem
 
 
 def main() -> None:
@@ -30,7 +30,8 @@ def main() -> None:
     asked = files.Files(recipe).start(resume=True)
     assert asked is not None
     _, train, heldout, _ = prepare.encode(asked.recipe)
-    posed = build_problem(asked.recipe, train, heldout, asked.budget, asked.seed, Progress())
+    request = SearchRequest(asked.recipe, asked.budget, asked.seed)
+    posed = build_problem(request, train, heldout, Progress())
     problem, every = posed.problem, posed.problem.every()
     start = evolve.greedy(problem)
     greedy = float(evolve.score(problem, start)[0][0])

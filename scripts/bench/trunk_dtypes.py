@@ -17,9 +17,8 @@ import torch
 
 from edgeft import config
 from edgeft.data import tokens
-from edgeft.engine.batch import batch_of
-from edgeft.formats.hub import model_id
-from edgeft.formats.source import model_source
+from edgeft.engine.stack import batch_of
+from edgeft.formats.source import model_id, model_source
 from edgeft.pipeline import prepare, stages
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
@@ -56,9 +55,14 @@ def main() -> None:
     exact = torch.empty(0)
     with tempfile.TemporaryDirectory() as place:
         for dtype in ("fp32", "fp16", "int8"):
-            sets = [f"data.rows={args.rows}", f"train.steps={args.steps}", f"how.trunk_dtype={dtype}"]
+            sets = [
+                *([f"model.path={args.model}"] if args.model else []),
+                *([f"data.path={args.data}"] if args.data else []),
+                f"data.rows={args.rows}",
+                f"train.steps={args.steps}",
+                f"how.trunk_dtype={dtype}",
+            ]
             recipe = config.apply_sets(config.load_recipe(args.recipe), [*sets, "how.trunk_place=run", *args.set])
-            recipe.model.path, recipe.data.path = args.model, args.data
             run = Run.start(Path(place) / dtype, recipe, False)
             prepare.prepare(run, Progress())
             hidden, size = states(run)

@@ -42,9 +42,9 @@ def read_recipe(path: Path) -> None:
 
 
 def read_device(path: Path) -> None:
-    from edgeft.host import profile
+    from edgeft.host import device
 
-    profile.load_device(str(path))
+    device.load_device(str(path))
 
 
 def read_suite(path: Path) -> None:

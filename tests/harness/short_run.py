@@ -39,7 +39,7 @@ def import_everything() -> None:
 
     import edgeft.cli
     import edgeft.engine.choose
-    import edgeft.engine.skeleton
+    import edgeft.engine.load
     import edgeft.evaluate.compare
     import edgeft.export.gguf
     import edgeft.export.modelfile
@@ -278,7 +278,6 @@ def _rows(folder: Path) -> Path:
 
 def cut_model(path: Path, blocks: int) -> Path:
     """The embedded model with its first blocks only: all that a run does to a file, at a part of its size."""
-    from edgeft.export.gguf import _copied
     from edgeft.formats import gguf
     from edgeft.formats.source import demo_model
 
@@ -291,7 +290,7 @@ def cut_model(path: Path, blocks: int) -> Path:
         info for name, info in base.tensors.items() if not name.startswith("blk.") or int(name.split(".")[1]) < blocks
     ]
     with path.open("wb") as file:
-        gguf.write(file, records, [_copied(base, info) for info in chosen], base.alignment)
+        gguf.write(file, records, [base.unchanged(info.name) for info in chosen], base.alignment)
     return path
 
 

@@ -33,12 +33,9 @@ class Lines(Progress):
 def start(folder: Path, data: Path, *sets: str, resume: bool = False) -> Run:
     """A run on these rows; of the model beside them, where there is one (the fixture `three_blocks`)."""
     recipe = config.load_recipe("sparse-bp")
-    recipe.data.path = str(data)
     cut = data.with_name("model.gguf")
-    if cut.exists():
-        recipe.model.path = str(cut)
-    quick = THREE_BLOCKS if cut.exists() else WHOLE_MODEL
-    return Run.start(folder, config.apply_sets(recipe, [*quick, *sets]), resume)
+    quick = [f"model.path={cut}", *THREE_BLOCKS] if cut.exists() else WHOLE_MODEL
+    return Run.start(folder, config.apply_sets(recipe, [f"data.path={data}", *quick, *sets]), resume)
 
 
 def last_checkpoint(run: Run) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
-"""Plots as inline SVG, drawn by matplotlib, in the page's own colours, light and dark.
+"""Plots by matplotlib: inline SVG in the page's own colours, light and dark, and the PNG file of a search.
 
-Every plot has a title and a description for screen readers, and needs neither a script nor a network.
+Every SVG has a title and a description for screen readers, and needs neither a script nor a network.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
+
+from edgeft.config import TENSORS
+from edgeft.host.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,21 +37,13 @@ SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: small, and it can be searched and copied
     "font.size": TEXT,
     "text.color": COLOUR["ink"],
-    "axes.edgecolor": COLOUR["line"],
-    "axes.labelcolor": COLOUR["soft"],
-    "axes.spines.top": False,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
     "axes.axisbelow": True,
-    "grid.color": COLOUR["line"],
     "grid.linewidth": 1.0,
-    "xtick.color": COLOUR["soft"],
-    "ytick.color": COLOUR["soft"],
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
     "lines.solid_capstyle": "round",
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), COLOUR["line"]),
+    **dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), COLOUR["soft"]),
+    **{f"axes.spines.{side}": False for side in ("top", "left", "right")},
+    **{f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")},
 }
 
 
@@ -60,9 +56,7 @@ class Line:
 
 
 @dataclass
-class Limit:
-    """A horizontal line."""
-
+class Limit:  # a horizontal line
     label: str
     value: float
     style: str = "bad"
@@ -78,8 +72,8 @@ class _Plot:
         self.title, self.height = title, height
         self.figure: Figure = Figure(figsize=(WIDTH / 72, height / 72))
         self.figure.patch.set_visible(False)
-        share = [left / WIDTH, bottom / height, 1 - (left + right) / WIDTH, 1 - (top + bottom) / height]
-        self.axes: Axes = self.figure.add_axes((share[0], share[1], share[2], share[3]))
+        width, tall = 1 - (left + right) / WIDTH, 1 - (top + bottom) / height
+        self.axes: Axes = self.figure.add_axes((left / WIDTH, bottom / height, width, tall))
         self.axes.patch.set_visible(False)
         self.axes.tick_params(pad=6)
         self.tips: list[str] = []
@@ -250,6 +244,8 @@ def intervals(title: str, rows: Sequence[tuple[str, float, float, float, bool]])
 
 def split_bar(title: str, parts: Sequence[tuple[str, int, str]]) -> Markup:
     """One bar in parts: (name, count, style); the page names each with its count, so colour alone is not needed."""
+    if not parts:
+        return Markup()
     with _settings():
         plot = _Plot(title, 26, left=0, right=0, top=0, bottom=0)
         plot.axes.set_axis_off()
@@ -274,8 +270,7 @@ def heat_map(title: str, rows: Sequence[str], columns: int, values: dict[tuple[i
     with _settings():
         plot = _Plot(title, 44 + 20 * len(rows), left=50, right=4, top=4, bottom=40)
         axes = plot.axes
-        empty = [(c, r) for r, row in enumerate(rows) for c in range(columns) if (c, row) not in values]
-        for c, r in empty:
+        for c, r in [(c, r) for r, row in enumerate(rows) for c in range(columns) if (c, row) not in values]:
             axes.add_patch(Rectangle((c + 0.05, r + 0.05), 0.9, 0.9, color=COLOUR["fill"], linewidth=0))
         for (column, row), value in values.items():
             share = 1.0 if value is None or not span else 0.25 + 0.75 * (value - low) / span
@@ -297,3 +292,32 @@ def heat_map(title: str, rows: Sequence[str], columns: int, values: dict[tuple[i
 def needs_log_scale(values: Sequence[float]) -> bool:
     """True if the spread is so large that small values would look the same."""
     return bool(values) and min(values) > 0 and math.log(max(values) / min(values)) > math.log(8)
+
+
+def write_heat_map(result: dict[str, Any], file: Path) -> None:
+    """A PNG file: contribution of every tensor (rows) of every block (columns), and the share of it that is trained."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    values, shares = result["contribution"], result["shares"]
+    depth = len(values)
+    figure = Figure(figsize=(max(6.0, 0.32 * depth + 2.2), 3.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow([[row[t] for row in values] for t in range(len(TENSORS))], cmap="viridis", aspect="auto")
+    for block, row in enumerate(shares):
+        for tensor, share in enumerate(row):
+            if share:  # a white frame, as high as the trained share of the channels
+                corner = (block - 0.42, tensor + 0.42 - 0.84 * share)
+                axes.add_patch(Rectangle(corner, 0.84, 0.84 * share, fill=False, ec="w", lw=1.2))
+    if biased := result["biased_blocks"]:
+        axes.plot([depth - biased - 0.45, depth - 0.55], [-0.62, -0.62], color="C1", lw=2, clip_on=False)
+    axes.set_ylim(len(TENSORS) - 0.5, -0.5)
+    axes.set_yticks(range(len(TENSORS)), TENSORS)
+    axes.set_xticks(range(0, depth, 1 if depth <= 12 else 5 if depth <= 60 else 10))
+    axes.set_xlabel("block")
+    axes.set_title("contribution; white: share of the channels trained; bar: biases and norms", fontsize=9, pad=10)
+    figure.colorbar(image, ax=axes, label="nats")
+    with atomic_write(file) as output:
+        figure.savefig(output, format="png", metadata={"Software": None})

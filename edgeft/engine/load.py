@@ -1,0 +1,269 @@
+"""Models from files, as stacks of frozen weights: a GGUF file's as packed there, a Hugging Face folder's as wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from edgeft.arch import Architecture, Norm, of_gguf
+from edgeft.arch.base import plain_rotation
+from edgeft.arch.check import check_frozen, read_config
+from edgeft.engine.backend import TORCH, Backend
+from edgeft.engine.packed import Packed, PackedEmbedding, PackedHead, PackedLinear
+from edgeft.engine.stack import Stack
+from edgeft.errors import ModelError
+from edgeft.formats.gguf import GGUF
+from edgeft.formats.safetensors import Weights
+from edgeft.formats.source import is_gguf, resolve
+
+Tensor = torch.Tensor
+
+
+def load(path: str | Path, frozen: str = "auto", lean: bool = False) -> Stack:
+    """A GGUF file, a Hugging Face directory or a hub id.
+
+    lean: blocks that the kernels alone can run; without importing transformers, where that is possible.
+    """
+    return load_gguf(Path(path), frozen, lean) if is_gguf(path) else load_hf(str(path), frozen)
+
+
+def _stack(arch: Architecture, config: Any, model: Any, ends: tuple[Packed, Packed], source: str) -> Stack:
+    """ends: embedding and head."""
+    model.embed_tokens = None  # the packed embedding is used instead
+    if meta := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise ModelError(f"{source} lacks {len(meta)} tensors, for example {meta[0]}", "download or copy it again")
+    return Stack(arch, config, model, PackedEmbedding(ends[0]), PackedHead(ends[1]), source)
+
+
+def _dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight, linear.bias = _frozen(weight), None if bias is None else _frozen(bias)  # type: ignore[assignment]
+    return linear
+
+
+def _frozen(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values.float(), requires_grad=False)
+
+
+# Named as in transformers, which is not imported: it takes 150 MB. Tests hold it to the same numbers as its blocks.
+
+
+class _Norm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
+
+
+class _Block(nn.Module):
+    """The linears and norms of a block, under transformers' names; `engine/block.py` runs it."""
+
+    def __init__(self, config: Any, arch: Architecture) -> None:
+        super().__init__()
+        sizes = arch.sizes(config)
+        for linear in arch.linears.values():
+            outputs, inputs = linear.shape(sizes)
+            self._add(linear.path, nn.Linear(inputs, outputs, bias=False))
+        for norm in arch.norms:
+            self._add(norm.path, _Norm(norm.size(sizes), config.rms_norm_eps))
+
+    def _add(self, path: str, module: nn.Module) -> None:
+        parent: nn.Module = self
+        *parents, name = path.split(".")
+        for part in parents:
+            if not hasattr(parent, part):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(name, module)
+
+
+class _Rotary(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        rope = config.rope_parameters
+        with torch.device("cpu"):  # computed on `meta`, it would make torch load its compiler, which takes 70 MB
+            steps = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+            self.inv_freq = 1.0 / rope["rope_theta"] ** steps / rope.get("factor", 1.0)
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions (B, T) → cosines and sines (B, T, head width), in two equal halves."""
+        angles = positions[..., None].float() * self.inv_freq
+        both = torch.cat([angles, angles], -1)
+        return both.cos(), both.sin()
+
+
+class Skeleton(nn.Module):
+    def __init__(self, config: Any, arch: Architecture) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block(config, arch) for _ in range(config.num_hidden_layers))
+        self.norm = _Norm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens: nn.Module | None = None
+        self.rotary_emb: nn.Module = _Rotary(config)
+
+
+def packed(gguf: GGUF, name: str) -> Packed:
+    info = gguf.tensors.get(name)
+    if info is None:
+        raise ModelError(f"{gguf.path.name} lacks the tensor {name}", "download or copy it again")
+    if len(info.shape) != 2:
+        raise ModelError(f"{gguf.path.name}: tensor {name} is no matrix")
+    return Packed(gguf.bytes(name), info.type, info.shape[1], info.shape[0])
+
+
+def vector(gguf: GGUF, name: str) -> Tensor | None:
+    info = gguf.tensors.get(name)
+    if info is None:
+        return None
+    return Packed(gguf.bytes(name), info.type, 1, info.shape[0]).copy()[0]
+
+
+def matrix_and_bias(gguf: GGUF, name: str, order: np.ndarray | None) -> tuple[Packed, Tensor | None]:
+    """A linear of the file, rows in transformers' order; order: see Architecture.row_order."""
+    matrix, bias = packed(gguf, f"{name}.weight"), vector(gguf, f"{name}.bias")
+    if order is None:
+        return matrix, bias
+    return matrix.permuted(order), bias[torch.from_numpy(order)] if bias is not None else None
+
+
+def norm_weight(gguf: GGUF, block: int, norm: Norm) -> Tensor | None:
+    """As transformers has it."""
+    weight = vector(gguf, f"blk.{block}.{norm.gguf}.weight")
+    return weight - norm.offset if weight is not None and norm.offset else weight
+
+
+def load_gguf(path: Path, frozen: str, lean: bool) -> Stack:
+    check_frozen(path, frozen)
+    gguf = GGUF.open(path)
+    arch = of_gguf(gguf)
+    config: Any
+    model: Any
+    if lean and plain_rotation(arch.values(gguf)):
+        config = SimpleNamespace(**arch.values(gguf))
+        with torch.device("meta"):
+            model = Skeleton(config, arch)
+    else:
+        from transformers import AutoModel
+
+        config = arch.config(gguf)
+        with torch.device("meta"):
+            model = AutoModel.from_config(config)
+    sizes = arch.sizes(config)
+    for number, block in enumerate(model.layers):
+        for tensor, linear in arch.linears.items():  # their shapes were checked with the header
+            matrix, bias = matrix_and_bias(gguf, f"blk.{number}.{linear.gguf}", arch.row_order(tensor, sizes))
+            dense = frozen == "dense"
+            block.set_submodule(linear.path, _dense(matrix.copy(), bias) if dense else PackedLinear(matrix, bias))
+        for norm in arch.norms:
+            weight = norm_weight(gguf, number, norm)
+            if weight is not None:
+                block.get_submodule(norm.path).weight = _frozen(weight)
+    last = vector(gguf, "output_norm.weight")
+    assert last is not None  # checked with the header
+    model.norm.weight = _frozen(last)
+    model.rotary_emb = type(model.rotary_emb)(config=config)
+    factors = vector(gguf, "rope_freqs.weight")
+    if factors is not None:  # LLaMA 3: every frequency has its own divisor
+        model.rotary_emb.inv_freq = model.rotary_emb.inv_freq / factors
+    embed = packed(gguf, "token_embd.weight")
+    head = packed(gguf, "output.weight") if "output.weight" in gguf.tensors else embed
+    return _stack(arch, config, model, (embed, head), str(path))
+
+
+class _Held(Packed):
+    """In memory, in a packing that ggml does not know."""
+
+    def copy(self) -> Tensor:
+        return self.dense().clone()
+
+
+class Nf4(_Held):
+    """4-bit normal floats in blocks of 64 with a float32 scale each, as QLoRA's."""
+
+    def __init__(self, weight: Tensor) -> None:
+        from bitsandbytes import functional
+
+        self.quantised, self.state = functional.quantize_4bit(weight.float(), quant_type="nf4")
+        rows, cols = weight.shape
+        super().__init__(self.quantised.numpy(), -1, rows, cols)
+
+    def dense(self, start: int = 0, stop: int | None = None, backend: Backend = TORCH) -> Tensor:
+        from bitsandbytes import functional
+
+        # bitsandbytes cannot unpack into a given buffer on a CPU
+        return functional.dequantize_4bit(self.quantised, self.state)[start:stop]
+
+
+class Int8(_Held):
+    """8-bit rows with a float32 scale each, as LLM.int8's; inputs stay float32, and so their gradient is exact."""
+
+    def __init__(self, weight: Tensor) -> None:
+        from bitsandbytes import functional
+
+        values, scale, _ = functional.int8_vectorwise_quant(weight.half())
+        self.values, self.scale = values, scale.float()[:, None] / 127
+        super().__init__(values.numpy(), -1, *weight.shape)
+
+    def dense(self, start: int = 0, stop: int | None = None, backend: Backend = TORCH) -> Tensor:
+        part = self.values[start:stop]
+        out = backend.memory.weights.take(*part.shape)
+        return out.copy_(part).mul_(self.scale[start:stop])
+
+
+def load_hf(path_or_hub_id: str, frozen: str = "auto") -> Stack:
+    """A stack over a Hugging Face directory or hub id; frozen: auto (= nf4), nf4, int8 or dense (float32)."""
+    from transformers import AutoModel
+
+    folder = resolve(path_or_hub_id)
+    arch, config = read_config(folder)
+    weights = Weights(folder)
+    _check_shapes(arch, config, weights)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    for number, block in enumerate(model.layers):
+        prefix = f"layers.{number}."
+        for linear in arch.linears.values():
+            module = block.get_submodule(linear.path)
+            block.set_submodule(linear.path, _hf_linear(weights, prefix + linear.path, module, frozen, folder))
+        for norm in arch.norms:
+            name = f"{prefix}{norm.path}.weight"
+            if name in weights:
+                module = block.get_submodule(norm.path)
+                module.weight = _frozen(weights.tensor(name, tuple(module.weight.shape)))
+    model.norm.weight = _frozen(weights.tensor("norm.weight", (config.hidden_size,)))
+    model.rotary_emb = type(model.rotary_emb)(config=config)  # its frequencies are computed, not stored
+    shape = (int(config.vocab_size), int(config.hidden_size))
+    embed = Packed(*weights.mapped("embed_tokens.weight", shape), *shape)
+    head = embed if config.tie_word_embeddings else Packed(*weights.mapped("lm_head.weight", shape), *shape)
+    return _stack(arch, config, model, (embed, head), path_or_hub_id)
+
+
+def _check_shapes(arch: Architecture, config: Any, weights: Weights) -> None:
+    """No number in config.json exceeds what the weights have; ends with the first block that they lack."""
+    sizes = arch.sizes(config)
+    weights.place("embed_tokens.weight", (sizes.vocabulary, sizes.width))
+    for number in range(sizes.depth):
+        for linear in arch.linears.values():
+            weights.place(f"layers.{number}.{linear.path}.weight", linear.shape(sizes))
+
+
+def _hf_linear(weights: Weights, name: str, wanted: Any, frozen: str, folder: Path) -> nn.Module:
+    shape = (wanted.out_features, wanted.in_features)
+    weight = weights.tensor(f"{name}.weight", shape)
+    if (f"{name}.bias" in weights) != (wanted.bias is not None):
+        state = "has" if wanted.bias is None else "lacks"
+        raise ModelError(f"{folder} {state} {name}.bias, against its config.json", "download or copy it again")
+    bias = None if wanted.bias is None else weights.tensor(f"{name}.bias", shape[:1]).float()
+    if frozen == "dense":
+        return _dense(weight, bias)
+    if shape[1] % 2:
+        what = f"{name} has rows of {shape[1]} values, which cannot be packed"
+        raise ModelError(what, "use `--set model.frozen=dense`")
+    return PackedLinear(Int8(weight) if frozen == "int8" else Nf4(weight), bias)
