@@ -11,11 +11,18 @@ import pytest
 
 from edgeft import arch
 from edgeft.arch.base import Linear, Norm, Scales
-from edgeft.config import TENSORS
+from edgeft.config import TENSORS, UpdateConfig
+from edgeft.data.forest import Forest
+from edgeft.data.rows import Row
+from edgeft.data.tokens import Encoded
+from edgeft.engine import kernels
 from edgeft.engine.load import load
+from edgeft.engine.stack import batch_of
 from edgeft.errors import ExportError, ModelError
+from edgeft.export.gguf import export_gguf
 from edgeft.formats import ggml
 from edgeft.formats.gguf import FLOAT32, GGUF, STRING, UINT32, NewTensor, encode_record, write
+from edgeft.methods import scheme as schemes
 from edgeft.plan.shape import shape_of
 
 families = pytest.mark.parametrize("family", arch.ARCHITECTURES, ids=lambda family: family.name)
@@ -38,24 +45,31 @@ def small_config(**more: Any) -> SimpleNamespace:
     return SimpleNamespace(**values | more)
 
 
-def write_model(family: arch.Architecture, config: Any, path: Path) -> GGUF:
-    """A file with the header that the architecture writes, and tensors of ones under its names."""
+def write_model(family: arch.Architecture, config: Any, path: Path, random: bool = False) -> GGUF:
+    """A file with the header that the architecture writes, and tensors of ones, or random ones, under its names."""
     sizes = family.sizes(config)
     shapes: dict[str, tuple[int, ...]] = {"token_embd": (sizes.width, sizes.vocabulary), "output_norm": (sizes.width,)}
     if not config.tie_word_embeddings:
         shapes["output"] = shapes["token_embd"]
     for block in range(sizes.depth):
-        shapes |= {f"blk.{block}.{linear.gguf}": linear.shape(sizes)[::-1] for linear in family.linears.values()}
+        shapes |= {f"blk.{block}.{name}": shape[::-1] for name, shape in family.stored_shapes(sizes).items()}
         shapes |= {f"blk.{block}.{norm.gguf}": (norm.size(sizes),) for norm in family.norms}
     kinds = {str: STRING, int: UINT32, float: FLOAT32}
     keys = {"general.architecture": family.name, **family.header(config)}
     tensors = []
     for name, shape in shapes.items():
         values = np.ones(shape[::-1], np.float32)
+        if random:
+            values = np.random.default_rng(len(tensors)).normal(1, 0.2, shape[::-1]).astype(np.float32)
+            values -= 1 if len(shape) > 1 else 0
         tensors.append(NewTensor(f"{name}.weight", shape, ggml.F32, values.nbytes, values.copy))
     with path.open("wb") as file:
         write(file, [encode_record(key, kinds[type(value)], value) for key, value in keys.items()], tensors)
     return GGUF.open(path)
+
+
+def read_values(gguf: GGUF) -> dict[str, np.ndarray]:
+    return {n: gguf.bytes(n).view(np.float32).reshape(t.shape[::-1]).copy() for n, t in gguf.tensors.items()}
 
 
 @families
@@ -64,18 +78,13 @@ def test_an_architecture_states_everything(family: arch.Architecture) -> None:
         assert getattr(family, name), name
     assert family.model_types
     assert tuple(family.linears) == TENSORS  # what a recipe can name
+    assert len({norm.place for norm in family.norms}) == len(family.norms)
     flagged = {tensor for _, tensors in family.bias_flags for tensor in tensors}
     assert {*family.biases, *family.interleaved, *flagged} <= set(family.linears)
     names = [*family.linears.values(), *family.norms]
     assert len({part.path for part in names}) == len({part.gguf for part in names}) == len(names)
     assert arch.get(family.name) is family
     assert all(arch.of_model_type(kind) is family for kind in family.model_types)
-
-
-@families
-def test_the_engine_computes_what_is_declared(family: arch.Architecture) -> None:
-    assert family.scales == Scales()
-    assert family.gate == "silu"
 
 
 @families
@@ -122,31 +131,99 @@ def test_names_lead_to_the_file(family: arch.Architecture) -> None:
         family.gguf_name("layers.3.mlp.experts.weight")
 
 
-class Fused(arch.Architecture):
-    """As a file would state it: two fused tensors, and norms that files hold with 1 added."""
+class Toy(arch.Architecture):
+    """All that one file can state: shared tensors, norms in every place and with 1 added in files, scales."""
 
-    name, title, model_types = "fused", "a test", ("fused",)
+    name, title, model_types = "toy", "a test", ("toy",)
     config_class = model_class = "none"
     linears = {  # noqa: RUF012
-        "qkv": Linear("self_attn.qkv_proj", "attn_qkv", lambda s: (s.query + 2 * s.key, s.width)),
-        "o": arch.Architecture.linears["o"],
-        "gate_up": Linear("mlp.gate_up_proj", "ffn_up", lambda s: (2 * s.ffn, s.width)),
-        "down": arch.Architecture.linears["down"],
+        **arch.Architecture.linears,
+        "q": Linear("attention.q", "attn_qkv", lambda s: (s.query, s.width), lambda s: 0),
+        "k": Linear("attention.k", "attn_qkv", lambda s: (s.key, s.width), lambda s: s.query),
+        "v": Linear("attention.v", "attn_qkv", lambda s: (s.key, s.width), lambda s: s.query + s.key),
+        "gate": Linear("ffn.gate", "ffn_up", lambda s: (s.ffn, s.width), lambda s: 0),
+        "up": Linear("ffn.up", "ffn_up", lambda s: (s.ffn, s.width), lambda s: s.ffn),
     }
-    norms = tuple(Norm(norm.path, norm.gguf, offset=1.0) for norm in arch.Architecture.norms)
+    places = ("attention", "attention_out", "ffn", "ffn_out", "q", "k")
+    norms = tuple(Norm(f"norms.{place}", f"{place}_norm", place, 1.0) for place in places)
+    final_norm = Norm("norm", "output_norm", "final", 1.0)
+
+    def scales(self, config: Any) -> Scales:
+        return Scales(embedding=3.0, residual=0.5, logits=0.25, scores=0.1)
 
 
-def test_a_new_architecture_is_read_and_planned_without_another_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = Fused()
-    config = small_config()
-    with pytest.raises(ModelError, match="architecture `fused`"):
-        arch.of_gguf(write_model(family, config, tmp_path / "model.gguf"))
+def toy_logits(stack: Any, weights: dict[str, Any], tokens: Any) -> Any:
+    """The same in a few lines of torch; weights: of each tensor as the file has it."""
+    import torch
+
+    def norm(x: Any, weight: Any) -> Any:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 2.0**-17) * weight
+
+    cos, sin = (t[0] for t in stack.rotary(torch.arange(len(tokens))[None]))
+    mask = torch.ones(len(tokens), len(tokens)).tril().bool()
+
+    def rotate(x: Any) -> Any:  # (T, heads, 32)
+        turned = torch.cat([-x[..., 16:], x[..., :16]], -1)
+        return (x * cos[:, None] + turned * sin[:, None]).transpose(0, 1)
+
+    x = 3.0 * weights["token_embd"][tokens]
+    for n in range(2):
+        w = {name.split(".", 2)[2]: value for name, value in weights.items() if name.startswith(f"blk.{n}.")}
+        q, k, v = (norm(x, w["attention_norm"]) @ w["attn_qkv"].T).split([128, 64, 64], 1)
+        q, k = norm(q.view(-1, 4, 32), w["q_norm"]), norm(k.view(-1, 2, 32), w["k_norm"])
+        scores = 0.1 * rotate(q) @ rotate(k).repeat_interleave(2, 0).transpose(1, 2)
+        values = v.view(-1, 2, 32).transpose(0, 1).repeat_interleave(2, 0)
+        mixed = (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values).transpose(0, 1).reshape(len(tokens), -1)
+        x = x + 0.5 * norm(mixed @ w["attn_output"].T, w["attention_out_norm"])
+        gate, up = (norm(x, w["ffn_norm"]) @ w["ffn_up"].T).chunk(2, 1)
+        x = x + 0.5 * norm((torch.nn.functional.silu(gate) * up) @ w["ffn_down"].T, w["ffn_out_norm"])
+    return 0.25 * norm(x, weights["output_norm"]) @ weights["token_embd"].T
+
+
+def test_a_new_architecture_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read, planned, trained and exported, with no change elsewhere."""
+    import torch
+
+    family, file = Toy(), tmp_path / "model.gguf"
+    gguf = write_model(family, small_config(), file, random=True)
+    with pytest.raises(ModelError, match="architecture `toy`"):
+        arch.of_gguf(gguf)
     monkeypatch.setattr(arch, "ARCHITECTURES", (*arch.ARCHITECTURES, family))
-    shape = shape_of(str(tmp_path / "model.gguf"), "auto")
+    shape = shape_of(str(file), "auto")
     assert shape.block_parameters == 64 * (128 + 2 * 64) + 128 * 64 + 3 * 64 * 96
-    assert shape.packed_bytes(1, "qkv") == 4 * 64 * 256
-    stack = load(tmp_path / "model.gguf", lean=True)
-    assert tuple(stack.linear(1, "gate_up").dense_weight().shape) == (192, 64)  # type: ignore[operator]
-    assert not stack.layers[0].get_submodule("input_layernorm").weight.any()  # type: ignore[operator,union-attr]
+    assert (shape.packed_bytes(1, "q"), shape.packed_bytes(1, "up")) == (4 * 64 * 128, 4 * 64 * 96)
+    stack = load(file, lean=True)
+    stack.configure(backend=kernels.load())
+    row = Encoded(np.arange(2, 30, dtype=np.int32) % 40, np.arange(28) > 20, Row([], []), 0)
+    batch = batch_of(Forest([row]), [0])[1]
+    weights = {name.removesuffix(".weight"): torch.tensor(value) for name, value in read_values(gguf).items()}
+    wanted = toy_logits(stack, weights, batch.tokens)[batch.at]
+    assert float((stack.logits(batch) - wanted).norm() / wanted.norm()) < 1e-5
+    chosen = schemes.make(UpdateConfig(blocks="1-1", tensors=["k", "up", "down"], norms=True), 2, family)
+    trained = schemes.apply(stack, chosen, 0)
+    for leaf in weights.values():
+        leaf.requires_grad_()
+    torch.nn.functional.cross_entropy(toy_logits(stack, weights, batch.tokens)[batch.at], batch.targets).backward()
+    for recompute in ("none", "selective", "full"):
+        stack.configure(recompute=recompute)
+        for parameter in trained.values():
+            parameter.grad = None
+        loss = stack.head.loss(stack.top(stack.trunk(batch, 1), batch, 1), batch.targets) / len(batch.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {name: weights[f"blk.1.{name}"].grad for name in ("attn_qkv", "ffn_up", "k_norm", "ffn_out_norm")}
+        pairs = {
+            "layers.1.attention.k.weight": gradients["attn_qkv"][128:192],
+            "layers.1.ffn.up.weight": gradients["ffn_up"][96:],
+            "layers.1.norms.k.weight": gradients["k_norm"],
+            "layers.1.norms.ffn_out.weight": gradients["ffn_out_norm"],
+        }
+        for name, gradient in pairs.items():
+            assert float((trained[name].grad - gradient).norm() / gradient.norm()) < 1e-4, (name, recompute)
+    with torch.no_grad():
+        trained["layers.1.attention.k.weight"].add_(1.0)
+        trained["layers.1.norms.k.weight"].add_(1.0)
+    export_gguf(file, schemes.updated(stack, chosen), tmp_path / "new.gguf", "keep")
+    new, old = read_values(GGUF.open(tmp_path / "new.gguf")), read_values(gguf)
+    old["blk.1.attn_qkv.weight"][128:192] += 1.0
+    old["blk.1.k_norm.weight"] += 1.0
+    assert all(np.allclose(new[name], old[name], atol=1e-6) for name in old)

@@ -86,31 +86,37 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Linear:
+    """One of the seven linears that engine, recipes and planner know, and where files hold it."""
+
     path: str  # module inside a transformers block
     gguf: str  # name inside a GGUF block
     shape: Callable[[Sizes], tuple[int, int]]  # (outputs, inputs)
+    first_row: Callable[[Sizes], int] | None = None  # in a GGUF tensor that several linears share; None: has its own
 
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMS norm. In a GGUF file its weight is the one of transformers plus `offset`."""
+    """An RMS norm. In a GGUF file, and in the product, its weight is the one of transformers plus `offset`."""
 
     path: str
     gguf: str
-    per_head: bool = False  # over each head of q or k, not over the residual stream
+    # attention, ffn: before these; attention_out, ffn_out: of their result, before it is added to the residual stream;
+    # q, k: over each head; final: before the head
+    place: str
     offset: float = 0.0
 
     def size(self, sizes: Sizes) -> int:
-        return sizes.head if self.per_head else sizes.width
+        return sizes.head if self.place in ("q", "k") else sizes.width
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Constant factors. The engine multiplies with none of them yet: it needs them all to be 1."""
+    """Constant factors."""
 
     embedding: float = 1.0
-    residual: float = 1.0
+    residual: float = 1.0  # of what attention and feed-forward add to the residual stream
     logits: float = 1.0
+    scores: float | None = None  # of attention; None: 1 / √head width
 
 
 class Architecture:
@@ -130,15 +136,21 @@ class Architecture:
         "down": Linear("mlp.down_proj", "ffn_down", lambda s: (s.width, s.ffn)),
     }
     norms: ClassVar[tuple[Norm, ...]] = (
-        Norm("input_layernorm", "attn_norm"),
-        Norm("post_attention_layernorm", "ffn_norm"),
+        Norm("input_layernorm", "attn_norm", "attention"),
+        Norm("post_attention_layernorm", "ffn_norm", "ffn"),
     )
+    final_norm: ClassVar[Norm] = Norm("norm", "output_norm", "final")  # of the model, not of a block
     biases: ClassVar[tuple[str, ...]] = ()  # linears for which llama.cpp reads a bias (tried: each changes the logits)
     bias_flags: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()  # (key of config.json, linears that it is for)
     interleaved: ClassVar[tuple[str, ...]] = ()  # linears whose rows GGUF files hold in the order of `row_order`
     rope_types: ClassVar[tuple[str, ...]] = ("default", "linear", "llama3", "yarn")  # which llama.cpp computes alike
     gate: ClassVar[str] = "silu"
-    scales: ClassVar[Scales] = Scales()
+
+    def scales(self, config: Any) -> Scales:
+        return Scales()
+
+    def norm_at(self, place: str) -> Norm | None:
+        return next((norm for norm in self.norms if norm.place == place), None)
 
     def sizes(self, config: Any) -> Sizes:
         """From a transformers configuration."""
@@ -153,6 +165,14 @@ class Architecture:
             vocabulary=config.vocab_size,
             head=head,
         )
+
+    def stored_shapes(self, sizes: Sizes) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of a block's GGUF tensors; linears that share one are rows of it."""
+        shapes: dict[str, tuple[int, int]] = {}
+        for linear in self.linears.values():
+            outputs, inputs = linear.shape(sizes)
+            shapes[linear.gguf] = (shapes.get(linear.gguf, (0, 0))[0] + outputs, inputs)
+        return shapes
 
     def row_order(self, tensor: str, sizes: Sizes) -> np.ndarray | None:
         """Rows in a GGUF file → their order in transformers, which rotates halves of a head and not neighbours."""
@@ -260,10 +280,9 @@ class Architecture:
         check("output_norm.weight", sizes.width)
         check("rope_freqs.weight", sizes.head // 2)
         for block in range(sizes.depth):  # ends with the first that the file lacks
-            for linear in self.linears.values():
-                outputs, inputs = linear.shape(sizes)
-                check(f"blk.{block}.{linear.gguf}.weight", inputs, outputs, needed=True)
-                check(f"blk.{block}.{linear.gguf}.bias", outputs)
+            for name, (outputs, inputs) in self.stored_shapes(sizes).items():
+                check(f"blk.{block}.{name}.weight", inputs, outputs, needed=True)
+                check(f"blk.{block}.{name}.bias", outputs)
             for norm in self.norms:
                 check(f"blk.{block}.{norm.gguf}.weight", norm.size(sizes))
 

@@ -13,6 +13,6 @@ class Qwen3(Architecture):
     model_class = "Qwen3ForCausalLM"
     norms = (
         *Architecture.norms,
-        Norm("self_attn.q_norm", "attn_q_norm", per_head=True),
-        Norm("self_attn.k_norm", "attn_k_norm", per_head=True),
+        Norm("self_attn.q_norm", "attn_q_norm", "q"),
+        Norm("self_attn.k_norm", "attn_k_norm", "k"),
     )

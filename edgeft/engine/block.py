@@ -57,10 +57,15 @@ def norm_gradients(
     return dx, dw
 
 
-def add_norm(stream: DeferredResidual, module: Any, backend: Backend) -> tuple[Tensor, Tensor]:
-    """(the residual stream after the deferred sum, its norm)."""
-    total, y = _Norm.apply(*stream, module.weight, float(module.variance_epsilon), backend)
+def add_norm(stream: DeferredResidual, module: Any, backend: Backend, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """(the residual stream after the deferred sum, its norm); offset: see arch.Norm."""
+    weight = module.weight + offset if offset else module.weight
+    total, y = _Norm.apply(*stream, weight, norm_eps(module), backend)
     return total, y
+
+
+def norm_eps(module: Any) -> float:
+    return float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
 
 
 class _Sum(torch.autograd.Function):
@@ -257,8 +262,8 @@ class _Gate(torch.autograd.Function):
         return gate, up, None
 
 
-def feed_forward(x: Tensor, mlp: Any, compute: ComputeOptions) -> Tensor:
-    modules = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+def feed_forward(x: Tensor, modules: tuple[Any, ...], compute: ComputeOptions) -> Tensor:
+    """modules: gate, up and down."""
     layers = linear.linear_specs(modules)
     if layers is not None:
         made: Tensor = _FeedForward.apply(x, layers, compute, *linear.trained_tensors(layers))
@@ -292,13 +297,15 @@ class _Attend(torch.autograd.Function):
 
 
 class Runner:
-    """Blocks of one model over one batch."""
+    """Blocks of one model over one batch, as its architecture lays them out."""
 
-    def __init__(self, compute: ComputeOptions, config: Any, tree: Tree, rotary: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, compute: ComputeOptions, stack: Any, tree: Tree, rotary: tuple[Tensor, Tensor]) -> None:
         """rotary: cosines and sines (T, d)."""
-        self.compute, self.backend, self.tree = compute, compute.backend, tree
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.heads = Heads(config.num_attention_heads, config.num_key_value_heads, width, width**-0.5)
+        self.compute, self.backend, self.tree, self.arch = compute, compute.backend, tree, stack.arch
+        self.sizes, self.scales = self.arch.sizes(stack.config), self.arch.scales(stack.config)
+        width = self.sizes.head
+        scale = width**-0.5 if self.scales.scores is None else self.scales.scores
+        self.heads = Heads(self.sizes.query // width, self.sizes.key // width, width, scale)
         self.cos, self.sin = (t.float().contiguous() for t in rotary)
         self.plan = self.backend.attention_plan(tree, self.heads)
 
@@ -309,23 +316,44 @@ class Runner:
     def selective_block(self, block: Any, stream: DeferredResidual) -> DeferredResidual:
         """As `block`, but only the residual stream before it is kept. The backward pass computes all again except down,
         whose input nothing needs where its weight is not trained."""
-        layers = linear.linear_specs((block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj))
-        if layers is None:
+        layers, norm = linear.linear_specs(self._modules(block, "gate", "up", "down")), self.arch.norm_at("ffn")
+        if layers is None or norm is None or self._changes_result("ffn"):
             return recomputed(partial(self.block, block), stream)  # type: ignore[no-any-return]
         x = stream[0] if stream[1] is None else add(stream[0], stream[1], self.backend)
-        norm = block.post_attention_layernorm
-        spec = SelectiveSpec(partial(self._attended, block), float(norm.variance_epsilon), layers, self.compute)
-        return selective_block(x, norm.weight, spec)
+        module = block.get_submodule(norm.path)
+        spec = SelectiveSpec(partial(self._attended, block), norm_eps(module), layers, self.compute)
+        return selective_block(x, module.weight + norm.offset if norm.offset else module.weight, spec)
+
+    def _modules(self, block: Any, *tensors: str) -> tuple[Any, ...]:
+        return tuple(block.get_submodule(self.arch.linears[tensor].path) for tensor in tensors)
+
+    def _norm(self, block: Any, place: str, stream: DeferredResidual) -> tuple[Tensor, Tensor]:
+        """(the residual stream after the deferred sum, its norm, or itself where the architecture has no norm here)."""
+        norm = self.arch.norm_at(place)
+        if norm is not None:
+            return add_norm(stream, block.get_submodule(norm.path), self.backend, norm.offset)
+        x = stream[0] if stream[1] is None else add(stream[0], stream[1], self.backend)
+        return x, x
+
+    def _changes_result(self, half: str) -> bool:
+        """Whether anything stands between this half's last product and the residual stream."""
+        return self.arch.norm_at(f"{half}_out") is not None or self.scales.residual != 1
+
+    def _result(self, block: Any, half: str, out: Tensor) -> Tensor:
+        """What attention or feed-forward adds to the residual stream."""
+        if self.arch.norm_at(f"{half}_out") is not None:
+            out = self._norm(block, f"{half}_out", (out, None))[1]
+        return out if self.scales.residual == 1 else out * self.scales.residual
 
     def _attended(self, block: Any, x: Tensor) -> Tensor:
         """The residual stream after attention."""
         x, mixed = self._mixed(block, (x, None))
-        (out,) = linears(mixed, (block.self_attn.o_proj,), self.compute)
-        return add(x, out, self.backend)
+        (out,) = linears(mixed, self._modules(block, "o"), self.compute)
+        return add(x, self._result(block, "attention", out), self.backend)
 
     def _mixed(self, block: Any, stream: DeferredResidual) -> tuple[Tensor, Tensor]:
         """(the residual stream, the input of o)."""
-        x, h = add_norm(stream, block.input_layernorm, self.backend)
+        x, h = self._norm(block, "attention", stream)
         q, k, v = self._qkv(block, h)
         return x, self._attend(q, k, v, self.plan)
 
@@ -337,29 +365,28 @@ class Runner:
 
     def last_block(self, block: Any, stream: DeferredResidual, queries: Tensor) -> DeferredResidual:
         """The last block, of which only these tokens are needed: of the others, only keys and values."""
-        x, h = add_norm(stream, block.input_layernorm, self.backend)
+        x, h = self._norm(block, "attention", stream)
         q, k, v = self._qkv(block, h, h[queries])
         plan = self.backend.attention_plan(self.tree, self.heads, queries)
         return self._after(block, x[queries], self._attend(q, k, v, plan, queries))
 
     def _qkv(self, block: Any, h: Tensor, asking: Tensor | None = None) -> tuple[Tensor, ...]:
         """asking: the input of q, if that is not all of h."""
-        attention = block.self_attn
         if asking is None:
-            q, k, v = linears(h, (attention.q_proj, attention.k_proj, attention.v_proj), self.compute)
+            q, k, v = linears(h, self._modules(block, "q", "k", "v"), self.compute)
         else:
-            (q,) = linears(asking, (attention.q_proj,), self.compute)
-            k, v = linears(h, (attention.k_proj, attention.v_proj), self.compute)
-        if hasattr(attention, "q_norm"):  # Qwen 3: a norm over each head
-            q, k = self._head_norm(q, attention.q_norm), self._head_norm(k, attention.k_norm)
-        return q, k, v
+            (q,) = linears(asking, self._modules(block, "q"), self.compute)
+            k, v = linears(h, self._modules(block, "k", "v"), self.compute)
+        return self._head_norm(block, "q", q), self._head_norm(block, "k", k), v
 
-    def _head_norm(self, x: Tensor, module: Any) -> Tensor:
-        _, y = add_norm((x.reshape(-1, self.heads.width), None), module, self.backend)
-        return y.view(x.shape)
+    def _head_norm(self, block: Any, tensor: str, x: Tensor) -> Tensor:
+        if self.arch.norm_at(tensor) is None:
+            return x
+        return self._norm(block, tensor, (x.reshape(-1, self.heads.width), None))[1].view(x.shape)
 
     def _after(self, block: Any, x: Tensor, mixed: Tensor) -> DeferredResidual:
         """What follows the attention."""
-        (out,) = linears(mixed, (block.self_attn.o_proj,), self.compute, shared=True)
-        x, h = add_norm((x, out), block.post_attention_layernorm, self.backend)
-        return x, feed_forward(h, block.mlp, self.compute)
+        (out,) = linears(mixed, self._modules(block, "o"), self.compute, shared=True)
+        x, h = self._norm(block, "ffn", (x, self._result(block, "attention", out)))
+        out = feed_forward(h, self._modules(block, "gate", "up", "down"), self.compute)
+        return x, self._result(block, "ffn", out)

@@ -6,11 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from edgeft.arch import Architecture, Norm, of_gguf
+from edgeft.arch import Architecture, Norm, Sizes, of_gguf
 from edgeft.arch.base import plain_rotation
 from edgeft.arch.check import check_frozen, read_config
 from edgeft.engine.backend import TORCH, Backend
@@ -37,7 +36,8 @@ def _stack(arch: Architecture, config: Any, model: Any, ends: tuple[Packed, Pack
     model.embed_tokens = None  # the packed embedding is used instead
     if meta := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
         raise ModelError(f"{source} lacks {len(meta)} tensors, for example {meta[0]}", "download or copy it again")
-    return Stack(arch, config, model, PackedEmbedding(ends[0]), PackedHead(ends[1]), source)
+    embed = PackedEmbedding(ends[0], arch.scales(config).embedding)
+    return Stack(arch, config, model, embed, PackedHead(ends[1]), source)
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -54,13 +54,14 @@ def _frozen(values: Tensor) -> nn.Parameter:
 
 
 class _Norm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, norm: Norm, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight, self.offset = nn.Parameter(torch.empty(width)), norm.offset
         self.variance_epsilon = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return x * scale * (self.weight + self.offset if self.offset else self.weight)
 
 
 class _Block(nn.Module):
@@ -73,7 +74,7 @@ class _Block(nn.Module):
             outputs, inputs = linear.shape(sizes)
             self._add(linear.path, nn.Linear(inputs, outputs, bias=False))
         for norm in arch.norms:
-            self._add(norm.path, _Norm(norm.size(sizes), config.rms_norm_eps))
+            self._add(norm.path, _Norm(norm, norm.size(sizes), config.rms_norm_eps))
 
     def _add(self, path: str, module: nn.Module) -> None:
         parent: nn.Module = self
@@ -104,7 +105,7 @@ class Skeleton(nn.Module):
     def __init__(self, config: Any, arch: Architecture) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_Block(config, arch) for _ in range(config.num_hidden_layers))
-        self.norm = _Norm(config.hidden_size, config.rms_norm_eps)
+        self.norm = _Norm(arch.final_norm, config.hidden_size, config.rms_norm_eps)
         self.embed_tokens: nn.Module | None = None
         self.rotary_emb: nn.Module = _Rotary(config)
 
@@ -125,17 +126,25 @@ def vector(gguf: GGUF, name: str) -> Tensor | None:
     return Packed(gguf.bytes(name), info.type, 1, info.shape[0]).copy()[0]
 
 
-def matrix_and_bias(gguf: GGUF, name: str, order: np.ndarray | None) -> tuple[Packed, Tensor | None]:
-    """A linear of the file, rows in transformers' order; order: see Architecture.row_order."""
+def matrix_and_bias(
+    gguf: GGUF, block: int, tensor: str, arch: Architecture, sizes: Sizes
+) -> tuple[Packed, Tensor | None]:
+    """A linear of the file, rows in transformers' order; of a tensor that several linears share, its rows."""
+    linear, order = arch.linears[tensor], arch.row_order(tensor, sizes)
+    name = f"blk.{block}.{linear.gguf}"
     matrix, bias = packed(gguf, f"{name}.weight"), vector(gguf, f"{name}.bias")
+    if linear.first_row is not None:
+        rows = slice(linear.first_row(sizes), linear.first_row(sizes) + linear.shape(sizes)[0])
+        matrix = Packed(matrix.data[rows], matrix.type, rows.stop - rows.start, matrix.cols)
+        bias = None if bias is None else bias[rows]
     if order is None:
         return matrix, bias
     return matrix.permuted(order), bias[torch.from_numpy(order)] if bias is not None else None
 
 
-def norm_weight(gguf: GGUF, block: int, norm: Norm) -> Tensor | None:
+def norm_weight(gguf: GGUF, prefix: str, norm: Norm) -> Tensor | None:
     """As transformers has it."""
-    weight = vector(gguf, f"blk.{block}.{norm.gguf}.weight")
+    weight = vector(gguf, f"{prefix}{norm.gguf}.weight")
     return weight - norm.offset if weight is not None and norm.offset else weight
 
 
@@ -158,14 +167,14 @@ def load_gguf(path: Path, frozen: str, lean: bool) -> Stack:
     sizes = arch.sizes(config)
     for number, block in enumerate(model.layers):
         for tensor, linear in arch.linears.items():  # their shapes were checked with the header
-            matrix, bias = matrix_and_bias(gguf, f"blk.{number}.{linear.gguf}", arch.row_order(tensor, sizes))
+            matrix, bias = matrix_and_bias(gguf, number, tensor, arch, sizes)
             dense = frozen == "dense"
             block.set_submodule(linear.path, _dense(matrix.copy(), bias) if dense else PackedLinear(matrix, bias))
         for norm in arch.norms:
-            weight = norm_weight(gguf, number, norm)
+            weight = norm_weight(gguf, f"blk.{number}.", norm)
             if weight is not None:
                 block.get_submodule(norm.path).weight = _frozen(weight)
-    last = vector(gguf, "output_norm.weight")
+    last = norm_weight(gguf, "", arch.final_norm)
     assert last is not None  # checked with the header
     model.norm.weight = _frozen(last)
     model.rotary_emb = type(model.rotary_emb)(config=config)

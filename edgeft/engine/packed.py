@@ -125,12 +125,13 @@ class PackedLinear(nn.Linear):
 class PackedEmbedding:
     """Rows of a packed matrix by token id; only these are unpacked."""
 
-    def __init__(self, packed: Packed) -> None:
-        self.packed = packed
+    def __init__(self, packed: Packed, scale: float = 1.0) -> None:
+        self.packed, self.scale = packed, scale
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         unique, inverse = torch.unique(ids, return_inverse=True)
-        return self.packed.gather_rows(unique.numpy())[inverse]
+        rows = self.packed.gather_rows(unique.numpy())
+        return (rows if self.scale == 1 else rows.mul_(self.scale))[inverse]
 
 
 class PackedHead:

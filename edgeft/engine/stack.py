@@ -73,6 +73,7 @@ class Stack:
     ) -> None:
         self.arch, self.config, self.model = arch, config, model
         self.embed, self.head, self.source = embed, head, source
+        self.logit_scale = arch.scales(config).logits
         self.options = ExecutionOptions()
         if not isinstance(config, SimpleNamespace):
             config._attn_implementation = attention.register()
@@ -128,11 +129,15 @@ class Stack:
 
     def final(self, hidden: Tensor) -> Tensor:
         normed: Tensor = self.model.norm(hidden)  # type: ignore[operator]
-        return normed
+        return self._scaled(normed)
+
+    def _scaled(self, normed: Tensor) -> Tensor:
+        """What the head reads: the logits' scale is applied here."""
+        return normed if self.logit_scale == 1 else normed * self.logit_scale
 
     def _runner(self, batch: Batch, bf16: bool) -> Runner:
         cos, sin = self.rotary(batch.positions[None])
-        return Runner(ComputeOptions(self.options.backend, bf16), self.config, batch.tree, (cos[0], sin[0]))
+        return Runner(ComputeOptions(self.options.backend, bf16), self, batch.tree, (cos[0], sin[0]))
 
     def _through(self, function: Callable[..., Any], block: nn.Module, stream: DeferredResidual) -> DeferredResidual:
         """One block's function; its activations are kept or computed again."""
@@ -155,7 +160,8 @@ class Stack:
             selective = options.recompute == "selective" and _needs_gradient(block, stream)
             stream = self._through(runner.selective_block if selective else runner.block, block, stream)
         stream = runner.last_block(self.layers[-1], stream, queries)
-        return add_norm(stream, self.model.norm, options.backend)[1][place]
+        normed = add_norm(stream, self.model.norm, options.backend, self.arch.final_norm.offset)[1]
+        return self._scaled(normed[place])
 
     def trunk(self, batch: Batch, cut: int) -> Tensor:
         """The trunk's output, (T, d), in float32 always: it runs only once. Without autograd."""

@@ -67,7 +67,7 @@ def _tensors(config: Any, arch: Architecture, weights: Weights) -> list[NewTenso
     sizes = arch.sizes(config)
     table = (sizes.vocabulary, sizes.width)
     out = [_tensor(weights, "embed_tokens.weight", "token_embd.weight", table)]
-    out.append(_tensor(weights, "norm.weight", "output_norm.weight", (sizes.width,)))
+    out.append(_tensor(weights, "norm.weight", "output_norm.weight", (sizes.width,), offset=arch.final_norm.offset))
     if not config.tie_word_embeddings:
         out.append(_tensor(weights, "lm_head.weight", "output.weight", table))
     if config.rope_parameters["rope_type"] == "llama3":

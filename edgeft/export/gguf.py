@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 import edgeft
-from edgeft.arch import Architecture, of_gguf
+from edgeft.arch import Architecture, Sizes, of_gguf
 from edgeft.errors import ExportError, RunError
 from edgeft.formats import ggml
 from edgeft.formats import gguf as files
@@ -88,11 +88,9 @@ def _pack_all(
     arch = of_gguf(base)
     sizes = arch.sizes(SimpleNamespace(**arch.values(base)))
     new: dict[str, NewTensor] = {}
-    for name, value in updates:
-        target, tensor = arch.gguf_name(name)
+    for name, (target, tensor), dense in _whole_tensors(base, updates, arch, sizes):
         if target in new:
             raise ValueError(f"{name} is updated twice")
-        dense = value.detach().cpu().float().numpy()
         if offset := arch.norm_offset(tensor):
             dense = dense + np.float32(offset)
         shape = _check_shape(base, target, dense, arch)
@@ -107,6 +105,34 @@ def _pack_all(
         spool.write(np.ascontiguousarray(packed).reshape(-1).data)
         new[target] = NewTensor(target, shape, kind, packed.nbytes, _spooled(spool, start, packed.nbytes))
     return new
+
+
+def _whole_tensors(
+    base: GGUF, updates: Iterable[tuple[str, torch.Tensor]], arch: Architecture, sizes: Sizes
+) -> Iterator[tuple[str, tuple[str, str], np.ndarray]]:
+    """(name, (GGUF name, tensor), values); updates of linears that share a tensor come as one, with its other rows."""
+    shared: dict[str, tuple[str, np.ndarray]] = {}  # one at a time: updates come block by block
+    for name, value in updates:
+        target, tensor = arch.gguf_name(name)
+        first = arch.linears[tensor].first_row if tensor in arch.linears and target in base.tensors else None
+        if shared and target not in shared:
+            yield from _drain(shared)
+        if first is None:
+            yield name, (target, tensor), value.detach().cpu().float().numpy()
+            continue
+        if not shared:
+            info = base.tensors[target]
+            whole = np.empty(info.shape[::-1], np.float32)
+            ggml.unpack(base.bytes(target), info.type, whole.reshape(-1, info.shape[0]))
+            shared[target] = name, whole
+        shared[target][1][first(sizes) : first(sizes) + len(value)] = value.detach().cpu().float().numpy()
+    yield from _drain(shared)
+
+
+def _drain(shared: dict[str, tuple[str, np.ndarray]]) -> Iterator[tuple[str, tuple[str, str], np.ndarray]]:
+    for target, (name, whole) in shared.items():
+        yield name, (target, ""), whole
+    shared.clear()
 
 
 def _check_shape(base: GGUF, target: str, dense: np.ndarray, arch: Architecture) -> tuple[int, ...]:

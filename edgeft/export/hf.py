@@ -155,17 +155,17 @@ def _from_gguf(source: Path, updates: Updates, folder: Path) -> None:
     for number in range(sizes.depth):
         for tensor, linear in arch.linears.items():
             name = f"layers.{number}.{linear.path}"
-            matrix, bias = matrix_and_bias(gguf, f"blk.{number}.{linear.gguf}", arch.row_order(tensor, sizes))
+            matrix, bias = matrix_and_bias(gguf, number, tensor, arch, sizes)
             if f"{name}.weight" not in done:
                 shards.add(f"model.{name}.weight", _half(matrix))
             if bias is not None and f"{name}.bias" not in done:
                 done.add(f"{name}.bias")
                 shards.add(f"model.{name}.bias", bias.half())
         for norm in arch.norms:
-            weight = norm_weight(gguf, number, norm)
+            weight = norm_weight(gguf, f"blk.{number}.", norm)
             if weight is not None and f"layers.{number}.{norm.path}.weight" not in done:
                 shards.add(f"model.layers.{number}.{norm.path}.weight", weight.half())
-    last = vector(gguf, "output_norm.weight")
+    last = norm_weight(gguf, "", arch.final_norm)
     assert last is not None  # checked with the header
     shards.add("model.norm.weight", last.half())
     shards.add("model.embed_tokens.weight", _half(packed(gguf, "token_embd.weight")))

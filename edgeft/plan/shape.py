@@ -79,14 +79,17 @@ def _of_gguf(source: str, frozen: str) -> Shape:
     arch = of_gguf(gguf)
     values = arch.values(gguf)
     shape = shape_of_config(arch, SimpleNamespace(**values), sum(t.nbytes for t in gguf.tensors.values()))
-    names = [linear.gguf for linear in arch.linears.values()]
-    linears = [[gguf.tensors[f"blk.{n}.{name}.weight"] for name in names] for n in range(shape.depth)]
+    rows = [(linear.gguf, linear.shape(shape)[0]) for linear in arch.linears.values()]
+    linears = [[gguf.tensors[f"blk.{n}.{name}.weight"] for name, _ in rows] for n in range(shape.depth)]
     head = gguf.tensors.get("output.weight")
     return dataclasses.replace(
         shape,
         header_bytes=gguf.data.size - shape.file_bytes,
         lean=plain_rotation(values),
-        blocks=tuple(tuple(info.nbytes for info in block) for block in linears),
+        blocks=tuple(
+            tuple(info.nbytes * count // info.shape[1] for info, (_, count) in zip(block, rows, strict=True))
+            for block in linears
+        ),
         embedding_bytes=gguf.tensors["token_embd.weight"].nbytes,
         head_bytes=head.nbytes if head else 0,
         kernel_types=all(info.type in KERNEL_TYPES for block in linears for info in block),
