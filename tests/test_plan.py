@@ -86,9 +86,9 @@ def test_buffers_are_those_that_the_pool_gives_out(
     for _ in range(2):  # the second pass finds all that it needs
         stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets).backward()  # type: ignore[no-untyped-call]
     held = pool.held_bytes() / pool.rows
-    top = buffers.Top(shape_of(str(model), "auto"), scheme, half, torch.get_num_threads(), recompute)
+    top = buffers.TopPass(shape_of(str(model), "auto"), scheme, half, torch.get_num_threads(), recompute)
     top.run(len(batch.tokens), len(torch.unique(batch.at)))
-    foreseen = sum(size * len(some) for size, some in top.pool.of.items())
+    foreseen = sum(size * len(some) for size, some in top.pool.buffers.items())
     assert foreseen == pytest.approx(held, rel=0.03)
 
 
@@ -108,7 +108,7 @@ def test_passes_are_those_that_training_makes(model: Path) -> None:
     assert steps[0][0].pairs == 50 * 51 // 2 + 4 * sum(range(51, 81))
     assert [one.tokens for one in load.passes(128)[0]] == [110, 110]  # 50 and two rows' own 30
     assert load.widest(128).tokens == 110
-    assert load.cut(40).longest == 40
+    assert load.truncated(40).longest == 40
     many = Workload(rows[:6], rows[6:], recipe, (600, 20))
     assert many.sampled
     assert not load.sampled
@@ -133,22 +133,22 @@ def test_how_is_chosen_to_fit_and_what_is_learned_stays(model: Path, name: str) 
     assert config.learning_identity(tight.recipe) == config.learning_identity(asked)
 
 
-def test_the_fastest_way_that_fits_is_taken(model: Path) -> None:
+def test_the_fastest_option_that_fits_is_taken(model: Path) -> None:
     asked = job(model, "sparse-bp")
     peak = asked.peak(64 * GIB)
     chosen = fit.choose(asked, int(0.9 * peak))
     assert chosen is not None
     fitting = [
         tried.seconds()
-        for way in fit.ways(asked)
-        if (tried := asked.with_how(way)).peak(int(0.9 * peak)) <= (1 - fit.SLACK) * 0.9 * peak
+        for option in fit.execution_options(asked)
+        if (tried := asked.with_how(option)).peak(int(0.9 * peak)) <= (1 - fit.SLACK) * 0.9 * peak
     ]
     assert len(fitting) > 3
     assert chosen.seconds() == min(fitting)
     assert not chosen.recipe.how.recompute  # the dearest of all
 
 
-def test_each_way_needs_less(model: Path) -> None:
+def test_each_option_needs_less(model: Path) -> None:
     base = job(model, "sparse-bp", "how.micro_batch_tokens=512")
     how = base.recipe.how
     stages = memory.stages(base, GIB)
@@ -188,8 +188,8 @@ def test_kernels_are_compiled_to_fit_where_time_alone_is_no_reason(model: Path) 
 def test_bf16_products_are_left_out_only_where_nobody_asked_for_them(model: Path) -> None:
     asked = job(model, "bias-norm", "how.products=auto")
     assert asked.recipe.how.products == "bf16"  # what `auto` comes to here
-    assert {way.products for way in fit.ways(asked)} == {"bf16", "fp32"}
-    assert {way.products for way in fit.ways(job(model, "bias-norm"))} == {"bf16"}
+    assert {option.products for option in fit.execution_options(asked)} == {"bf16", "fp32"}
+    assert {option.products for option in fit.execution_options(job(model, "bias-norm"))} == {"bf16"}
 
 
 # ---------------------------------------------------------------- what
@@ -197,7 +197,7 @@ def test_bf16_products_are_left_out_only_where_nobody_asked_for_them(model: Path
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_too_little_is_refused(model: Path, name: str) -> None:
-    with pytest.raises(DoesNotFitError, match=r"this needs .* at the least .*, and 300 MiB are allowed") as caught:
+    with pytest.raises(DoesNotFitError, match=r"this needs at least .*; the limit is 300 MiB") as caught:
         fit.make(job(model, name), 300 * MIB)
     assert caught.value.exit_code == 3
     assert caught.value.hint
@@ -206,7 +206,7 @@ def test_too_little_is_refused(model: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["sparse-bp", "full", "lora", "qas-int8"])
 def test_what_is_proposed_was_tried(model: Path, name: str) -> None:
     asked = job(model, name, tokens=512)
-    budget = int(0.85 * fit.least(asked).peak(GIB))
+    budget = int(0.85 * fit.least_memory(asked).peak(GIB))
     with pytest.raises(DoesNotFitError) as caught:
         fit.make(asked, budget)
     proposed = [part.split("`")[1] for part in caught.value.hint.split(" fits in ")[:-1]]
@@ -219,7 +219,7 @@ def test_what_is_proposed_was_tried(model: Path, name: str) -> None:
 
 def test_fit_shrinks_what_is_learned_and_says_so(model: Path) -> None:
     asked = job(model, "full")
-    budget = int(0.7 * fit.least(asked).peak(GIB))
+    budget = int(0.7 * fit.least_memory(asked).peak(GIB))
     with pytest.raises(DoesNotFitError, match="this needs"):
         fit.make(asked, budget)
     chosen, plan = fit.make(asked, budget, fit=True)
@@ -229,7 +229,7 @@ def test_fit_shrinks_what_is_learned_and_says_so(model: Path) -> None:
     assert all("→" in change for change in plan["changed"])
     assert chosen.recipe.train == asked.recipe.train
     # of all that fit, it learns most
-    others = [c for c in fit.smaller(asked) if fit.fits(c.job, budget) is not None]
+    others = [c for c in fit.reductions(asked) if fit.peak_if_fits(c.job, budget) is not None]
     assert plan["trained_parameters"] == max(fit.trained_parameters(c.job.shape, c.job.scheme) for c in others)
 
 
@@ -242,7 +242,7 @@ def test_parts_are_thinned_out(model: Path) -> None:
         asked.load,
         MACHINE,
     )
-    thinner = list(fit.smaller(asked))
+    thinner = list(fit.reductions(asked))
     assert [change.job.scheme.share(5, "q") for change in thinner] == [0.5, 0.25, 0.125]
     text = thinner[0].options().removeprefix("--set ")
     assert config.apply_sets(Recipe(), [text]).update.parts == thinner[0].job.recipe.update.parts

@@ -81,14 +81,14 @@ def test_first_order_is_that_of_plain_autograd(tiny: Path, tmp_path: Path, compi
     for block in range(DEPTH):
         for place, path in enumerate(linear.path for linear in plain.arch.linears.values()):
             one, other = (half[f"layers.{block}.{path}.weight"] for half in halves)
-            want = contribution.decrease(one, other, "adamw")
+            want = contribution.expected_decrease(one, other, "adamw")
             whole = found.weights[block, place, -1]
             np.testing.assert_allclose(
                 whole, max(0.0, float(want.sum())), rtol=2e-2, atol=0.02 * float(want.abs().sum())
             )
-            shares = contribution.by_share(one, other, "adamw")
+            shares = contribution.gain_by_share(one, other, "adamw")
             np.testing.assert_allclose(found.weights[block, place], shares, atol=0.02 * float(want.abs().sum()))
-            bias = contribution.decrease(*(half[f"layers.{block}.{path}.bias"] for half in halves), "adamw")
+            bias = contribution.expected_decrease(*(half[f"layers.{block}.{path}.bias"] for half in halves), "adamw")
             assert found.biases[block, place] == pytest.approx(
                 max(0.0, float(bias.sum())), rel=2e-2, abs=0.02 * float(bias.abs().sum())
             )
@@ -134,14 +134,14 @@ def test_warmed_up_it_knows_more_and_is_frozen(tiny: Path, compiled: bool) -> No
 def test_noise_brings_nothing() -> None:
     torch.manual_seed(0)
     signal, noise = 0.2 * torch.randn(200, 200), [torch.randn(200, 200) for _ in range(4)]
-    only_noise = float(contribution.decrease(noise[0], noise[1], "adamw").sum())
-    both = float(contribution.decrease(signal + noise[2], signal + noise[3], "adamw").sum())
+    only_noise = float(contribution.expected_decrease(noise[0], noise[1], "adamw").sum())
+    both = float(contribution.expected_decrease(signal + noise[2], signal + noise[3], "adamw").sum())
     l1 = float((0.5 * (noise[0] + noise[1])).abs().sum())
     assert abs(only_noise) < 0.02 * l1
     assert both > 0.02 * l1
     sure = torch.randn(50, 50)
-    assert float(contribution.decrease(sure, sure, "adamw").sum()) == pytest.approx(float(sure.abs().sum()))
-    assert float(contribution.decrease(sure, sure, "sgd").sum()) == pytest.approx(float(sure.square().sum()))
+    assert float(contribution.expected_decrease(sure, sure, "adamw").sum()) == pytest.approx(float(sure.abs().sum()))
+    assert float(contribution.expected_decrease(sure, sure, "sgd").sum()) == pytest.approx(float(sure.square().sum()))
 
 
 def test_a_share_holds_the_channels_with_the_largest_gradients() -> None:
@@ -149,7 +149,7 @@ def test_a_share_holds_the_channels_with_the_largest_gradients() -> None:
     signal = torch.zeros(40, 256)
     signal[:, 5:37] = torch.randn(40, 32)  # an eighth of the channels
     halves = [signal + 0.01 * torch.randn(40, 256) for _ in range(2)]
-    eighth, *_, whole = contribution.by_share(halves[0], halves[1], "adamw")
+    eighth, *_, whole = contribution.gain_by_share(halves[0], halves[1], "adamw")
     assert eighth == pytest.approx(float(signal.abs().sum()), rel=0.05)
     assert eighth > 0.95 * whole
 
@@ -195,17 +195,17 @@ def test_costs_of_parts_add_up_to_the_plan(model: Path) -> None:
     problem = costs.problem(np.array([np.inf, np.inf]))
     random = np.random.default_rng(0)
     for number in range(12):
-        way, cut = int(random.integers(len(costs.ways))), int(random.integers(0, 28))
+        option, cut = int(random.integers(len(costs.options))), int(random.integers(0, 28))
         level = random.integers(1, 5, (30, 7)) * (random.random((30, 7)) < random.random())
         level = np.where(level, 4, 0) if number < 3 else level
         level[:cut], level[cut, 2] = 0, 4
         biased = int(random.integers(0, 30 - cut))
-        one = Schemes(level[None], np.array([biased]), np.array([cut]), np.array([way]))
+        one = Schemes(level[None], np.array([biased]), np.array([cut]), np.array([option]))
         chosen = schemes.make(UpdateConfig(parts=parts(level, biased, arch.get("llama"))), 30, arch.get("llama"))
-        planned = costs._planned(chosen, costs.ways[way])
+        planned = costs._planned(chosen, costs.options[option])
         got = score(problem, one)[1][0]
         assert got[0] == pytest.approx(peak(stages(planned, 0)["train"]), rel=2e-2)
-        assert got[1] == pytest.approx(costs.of(chosen, costs.ways[way], math.inf)[1], rel=6e-2)
+        assert got[1] == pytest.approx(costs.of(chosen, costs.options[option], math.inf)[1], rel=6e-2)
 
 
 # ---------------------------------------------------------------- the scheme as a recipe
@@ -242,7 +242,7 @@ def test_times_and_what_is_none() -> None:
 # ---------------------------------------------------------------- all of it
 
 
-# one size of micro-batch: there are few ways to run, and the plan is soon asked about all of them
+# one size of micro-batch: there are few execution options, and all of them are soon planned
 # fp32: code for bf16 GEMMs takes more memory than this model, and a share of the channels more of it than whole tensors
 SETS = ["train.batch_rows=4", "how.threads=1", "how.nice=0", "how.micro_batch_tokens=64", "how.recompute=true"]
 SETS += ["how.products=fp32"]
@@ -255,7 +255,7 @@ def recipe_for(tiny: Path, data: Path, *sets: str) -> config.Recipe:
 
 def find(recipe: config.Recipe, budget: Budget, **more: Any) -> dict[str, Any]:
     _, train, heldout, _ = prepare.encode(recipe)
-    return problem.find(problem.build_problem(SearchRequest(recipe, budget, 0, **more), train, heldout, Progress()))
+    return problem.solve(problem.build_problem(SearchRequest(recipe, budget, 0, **more), train, heldout, Progress()))
 
 
 @pytest.fixture(scope="module")
@@ -263,10 +263,10 @@ def need(tiny: Path, data: Path) -> tuple[float, float]:
     """Seconds of training (almost nothing, everything)."""
     recipe = recipe_for(tiny, data)
     _, train, heldout, _ = prepare.encode(recipe)
-    posed = problem.build_problem(SearchRequest(recipe, Budget(math.inf, 1e9), 0), train, heldout, Progress())
-    found = problem.find(posed)
+    search = problem.build_problem(SearchRequest(recipe, Budget(math.inf, 1e9), 0), train, heldout, Progress())
+    found = problem.solve(search)
     assert found["gain_share"] == pytest.approx(1.0)
-    least = posed.costs.of(problem._least(posed.costs), posed.costs.ways[0], math.inf)[1]
+    least = search.costs.of(problem._smallest_scheme(search.costs), search.costs.options[0], math.inf)[1]
     return float(least), found["seconds"]
 
 
@@ -315,14 +315,14 @@ def test_the_command_writes_a_recipe_that_can_be_used(tiny: Path, data: Path, tm
     assert (tmp_path / "my.search.png").read_bytes().startswith(b"\x89PNG")
     text = out.read_text()
     assert text.startswith("# Found by `edgeft search` for tiny.gguf")
-    assert "To expect" in text
+    assert "Expected: " in text
     made = config.load_recipe(str(out))
     assert made.train.epochs == 1
     chosen = schemes.make(made.update, DEPTH, arch.get("llama"))
     assert [[chosen.share(b, t) for t in TENSORS] for b in range(DEPTH)] == found["shares"]
     there = edgeft(*given)
     assert there.returncode == RunError.exit_code
-    assert "is there already" in there.stderr
+    assert "already exists" in there.stderr
     shown = edgeft(*COMMAND, "--resume", "-o", out, "--measure", "0s")
     assert shown.returncode == 0, shown.stderr
     assert "evolution" in shown.stdout

@@ -41,9 +41,9 @@ def test_products_are_those_counted(model: Path, update: UpdateConfig) -> None:
     in_place = {torch.ops.aten.addmm_: lambda to, a, b, *more, out_shape=None, **rest: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets).backward()  # type: ignore[no-untyped-call]
-    asked = len(torch.unique(batch.at))
+    outputs = len(torch.unique(batch.at))
     # without pairs: attention is one kernel, which the counter does not see into
-    sizes = Pass(len(batch.tokens), 0, asked, 0, len(batch.targets))
+    sizes = Pass(len(batch.tokens), 0, outputs, 0, len(batch.targets))
     want = step_flops(shape_of_config(stack.arch, stack.config), scheme, sizes)
     assert counter.get_total_flops() == pytest.approx(want, rel=1e-9)
 

@@ -28,7 +28,7 @@ from edgeft.formats.gguf import GGUF, NewTensor, TensorInfo, write
 from edgeft.formats.tokenizer import LLAMA_ERRORS, filled, quiet_llama
 from edgeft.host import device
 from edgeft.host.system import allowed_cpus
-from edgeft.plan.limits import BATCH, CACHE_BYTES, CACHE_SHARE, LEAST_TOKENS, MEMORY_SHARE, OUTPUTS
+from edgeft.plan.limits import BATCH, CACHE_BYTES, CACHE_SHARE, MEMORY_SHARE, MIN_TOKENS, OUTPUTS
 
 COPY_SHARE = 0.4  # of the usable memory, at most, for a copy of the weights
 CHUNK = 32  # tokens of one row read in one call, where it is alone
@@ -313,7 +313,7 @@ def with_fast_types(path: str | Path, tokens: int, room_bytes: int = 0) -> Itera
     room_bytes: memory limit of this process, 0: the available memory.
     """
     source = Path(path)
-    if tokens < LEAST_TOKENS or not hasattr(os, "memfd_create"):  # Linux only
+    if tokens < MIN_TOKENS or not hasattr(os, "memfd_create"):  # Linux only
         yield source
         return
     base = GGUF.open(source)

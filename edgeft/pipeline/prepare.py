@@ -134,13 +134,13 @@ def plan_of(recipe: Recipe, profile: Device, budget_bytes: int, fit: bool = Fals
 def search(request: SearchRequest, files: Files, progress: Progress) -> dict[str, Any]:
     """Writes recipe, heat map and numbers; returns the numbers, with the files' names."""
     from edgeft.report.plots import write_heat_map
-    from edgeft.search.problem import build_problem, find
+    from edgeft.search.problem import build_problem, solve
 
     recipe = request.recipe
     check_model(model_source(recipe.model.path), recipe.model.frozen)
     _, train, heldout, _ = encode(recipe)
-    with files.noted(recipe, request.budget, request.seed):
-        result = find(build_problem(request, train, heldout, progress))
+    with files.saved_request(recipe, request.budget, request.seed):
+        result = solve(build_problem(request, train, heldout, progress))
     files.finish(recipe, result)
     write_heat_map(result, files.picture)
     names = {"recipe": str(files.recipe), "picture": str(files.picture), "numbers": str(files.numbers)}

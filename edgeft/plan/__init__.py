@@ -1,6 +1,6 @@
-"""What a run will need in memory, time and on the disk, term by term; and how to make it fit a device.
+"""Predicted memory, time and disk space of a run, term by term, and how to make it fit a device.
 
-Known before anything is computed, from a model's header and the rows alone: neither torch nor any weight is loaded.
+Computed from the model's header and the rows alone: neither torch nor any weight is loaded.
 """
 
 from __future__ import annotations

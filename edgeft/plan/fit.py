@@ -1,7 +1,7 @@
-"""A plan: the fastest execution of a run that fits its budget; or what would fit, where none does.
+"""A plan: the fastest execution of a run that fits its memory budget, or suggestions that would fit.
 
 *How* is chosen freely (micro-batch, recomputation, order of the trunk, page release, AdamW's precision). *What* is
-learned stays as it is, unless `fit` was asked for.
+learned stays the same, unless `fit` is requested.
 """
 
 from __future__ import annotations
@@ -32,74 +32,74 @@ from edgeft.plan.seconds import Rates
 from edgeft.plan.shape import STATE_BYTES, Shape, exported_bytes, trained_parameters
 from edgeft.run.folder import Run
 
-SMALLEST = 64  # tokens of a micro-batch, below which products are too thin to be worth it
-SLACK = 0.03  # of the budget is left free: a plan may be off by so much
+MIN_MICRO_BATCH = 64  # tokens; smaller GEMMs are inefficient
+SLACK = 0.03  # share of the budget left free: the error margin of a plan
 ATTENTION = ("q", "k", "v", "o")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it runs."""
+    """The machine that a run is planned for."""
 
     name: str
     rates: Rates
-    timed: bool  # are these known?
+    timed: bool  # the rates are known
     threads: int
-    bf16: bool  # the processor has instructions for such products
-    built: bool  # kernels are compiled already
-    compiler: bool  # or can be
+    bf16: bool  # the processor has bf16 GEMM instructions
+    built: bool  # kernels are already compiled
+    compiler: bool  # or can be compiled
 
     @staticmethod
     def here(threads: int) -> Machine:
         count = min(threads or device.cores(), device.cores())
-        rates, able = seconds.of_this_machine(count), compiled.compiler() is not None
-        return Machine("this machine", rates, True, count, compiled.multiplies_bf16(), compiled.is_built(), able)
+        rates, compiler = seconds.of_this_machine(count), compiled.compiler() is not None
+        return Machine("this machine", rates, True, count, compiled.multiplies_bf16(), compiled.is_built(), compiler)
 
     @staticmethod
     def of(profile: Device, threads: int) -> Machine:
-        """Another machine; that it has a compiler is assumed, bf16 instructions are not."""
+        """Another machine, assumed to have a compiler but no bf16 instructions."""
         known, count = seconds.of_profile(profile), threads or profile.cores
-        rates = known or Rates(1e11, 0.0, 1e10, seconds.WRITE_BYTES, "nothing: the profile says no rate")
+        rates = known or Rates(1e11, 0.0, 1e10, seconds.WRITE_BYTES, "nothing: the profile gives no rate")
         return Machine(profile.name, rates, known is not None, count, bf16=False, built=False, compiler=True)
 
 
 class Job(RunSpec):
-    """One run as it is planned."""
+    """One run to plan."""
 
     def __init__(
         self, recipe: Recipe, shape: Shape, load: Workload, machine: Machine, engine: EngineSpec | None = None
     ) -> None:
-        """engine: where a run has one already."""
+        """engine: of a run that already has one."""
         self.recipe, self.shape, self.load, self.machine = recipe, shape, load, machine
         self.scheme = schemes.make(recipe.update, shape.depth, shape.arch)
         self.engine = engine or self._engine()
-        self.free_products = engine is None and recipe.how.products == "auto"
-        free = engine is None and recipe.how.compile == "auto" and not self.engine.kernels
-        able = kernels_can_run(shape.head, shape.gate)
-        self.asked = recipe if free and machine.compiler and able else None  # kernels are worth it only to fit
-        # the plan is for what `auto` resolves to
+        self.auto_products = engine is None and recipe.how.products == "auto"
+        undecided = engine is None and recipe.how.compile == "auto" and not self.engine.kernels
+        supported = kernels_can_run(shape.head, shape.gate)
+        self.requested = recipe if undecided and machine.compiler and supported else None  # for with_kernels
+        # plan for what `auto` resolves to
         compile_, products = "on" if self.engine.kernels else "off", "bf16" if self.engine.half else "fp32"
         self.recipe = replace(recipe, how=replace(recipe.how, compile=compile_, products=products))
         self.exported_bytes = exported_bytes(shape, self.scheme, recipe.export.type)
 
     def _engine(self) -> EngineSpec:
-        """As engine/choose.py will choose."""
+        """The engine that engine/choose.py will choose."""
         how, machine, load = self.recipe.how, self.machine, self.load
         kernels = how.compile == "on"
         if how.compile == "auto":
             steps = load.passes(how.micro_batch_tokens)
-            every = total([one for step in steps for one in step])
-            work = step_flops(self.shape, self.scheme, every._replace(pairs=0, asked_pairs=0))
-            worth = compiled.pays(work * load.steps / max(1, len(steps)), machine.rates.fp32)
-            able = kernels_can_run(self.shape.head, self.shape.gate)
-            kernels = able and (machine.built or (machine.compiler and worth))
+            summed = total([micro_batch for step in steps for micro_batch in step])
+            work = step_flops(self.shape, self.scheme, summed._replace(pairs=0, output_pairs=0))
+            pays = compiled.pays(work * load.steps / max(1, len(steps)), machine.rates.fp32)
+            supported = kernels_can_run(self.shape.head, self.shape.gate)
+            kernels = supported and (machine.built or (machine.compiler and pays))
         half = how.products == "bf16" or (how.products == "auto" and kernels and machine.bf16)
         return EngineSpec(kernels, half, machine.threads)
 
     def with_kernels(self) -> Job:
-        """Compiled although the run is too short to gain time by it: they need less memory than plain torch."""
-        assert self.asked is not None
-        recipe = replace(self.asked, how=replace(self.asked.how, compile="on"))
+        """With kernels compiled to save memory, although the run is too short for them to save time."""
+        assert self.requested is not None
+        recipe = replace(self.requested, how=replace(self.requested.how, compile="on"))
         return Job(recipe, self.shape, self.load, self.machine)
 
     def with_how(self, how: ExecutionConfig) -> Job:
@@ -119,55 +119,55 @@ class Job(RunSpec):
 
 
 def _states(job: Job) -> list[str]:
-    """Precisions of AdamW's moments, from the one that was asked for down, where there is code for others."""
-    asked, order = job.recipe.how.optimizer_state, list(STATE_BYTES)
+    """Precisions of AdamW's moments, from the requested one down, where the engine supports others."""
+    requested, order = job.recipe.how.optimizer_state, list(STATE_BYTES)
     if not job.engine.kernels or job.recipe.train.optimizer != "adamw":
-        return [asked]
-    return [state for state in order[order.index(asked) :] if state in job.scheme.method.optimizer_states]
+        return [requested]
+    return [state for state in order[order.index(requested) :] if state in job.scheme.method.optimizer_states]
 
 
-def ways(job: Job) -> Iterator[ExecutionConfig]:
-    """As asked first, then all that need less, in any combination; the last needs least."""
-    asked = job.recipe.how
-    size = asked.micro_batch_tokens
-    sizes = [size, *(n for n in (512, 256, 128, SMALLEST) if n < size)]
-    # bf16 products need code for every size; where nobody asked for them, they can be left out
-    products = [asked.products] + (["fp32"] if job.free_products and asked.products == "bf16" else [])
+def execution_options(job: Job) -> Iterator[ExecutionConfig]:
+    """As requested first, then all combinations of options that need less memory; the last needs least."""
+    requested = job.recipe.how
+    size = requested.micro_batch_tokens
+    sizes = [size, *(n for n in (512, 256, 128, MIN_MICRO_BATCH) if n < size)]
+    # bf16 GEMMs need compiled code for every size; they can be turned off where `auto` chose them
+    products = [requested.products] + (["fp32"] if job.auto_products and requested.products == "bf16" else [])
     axes: dict[str, list[Any]] = {
         "products": products,
         "optimizer_state": _states(job),
-        "trunk_order": [asked.trunk_order] + (["blocks"] if asked.trunk_order == "rows" else []),
-        "spare_memory": sorted({asked.spare_memory, True}),
-        "recompute": sorted({asked.recompute, True}),
+        "trunk_order": [requested.trunk_order] + (["blocks"] if requested.trunk_order == "rows" else []),
+        "spare_memory": sorted({requested.spare_memory, True}),
+        "recompute": sorted({requested.recompute, True}),
         "micro_batch_tokens": sizes,
     }
     for values in itertools.product(*axes.values()):
-        yield replace(asked, **dict(zip(axes, values, strict=True)))
+        yield replace(requested, **dict(zip(axes, values, strict=True)))
 
 
-def least(job: Job) -> Job:
-    """The execution that needs least."""
-    return job.with_how(list(ways(job))[-1])
+def least_memory(job: Job) -> Job:
+    """With the execution options that need least memory."""
+    return job.with_how(list(execution_options(job))[-1])
 
 
 def choose(job: Job, budget_bytes: int) -> Job | None:
-    """As asked, if that fits; else the fastest way that does."""
+    """As requested if that fits, else the fastest option that does."""
     best: tuple[float, Job] | None = None
-    for number, way in enumerate(ways(job)):
-        tried = job.with_how(way)
-        if budget_bytes and tried.peak(budget_bytes) > (1 - SLACK) * budget_bytes:
+    for number, option in enumerate(execution_options(job)):
+        candidate = job.with_how(option)
+        if budget_bytes and candidate.peak(budget_bytes) > (1 - SLACK) * budget_bytes:
             continue
         if number == 0:
-            return tried
-        took = tried.seconds()
-        if best is None or took < best[0]:
-            best = (took, tried)
+            return candidate
+        duration = candidate.seconds()
+        if best is None or duration < best[0]:
+            best = (duration, candidate)
     return best[1] if best else None
 
 
 @dataclass(frozen=True)
-class Change:
-    """Settings that make a run smaller."""
+class Reduction:
+    """Settings that reduce what a run learns, and its memory."""
 
     settings: dict[str, Any]  # `update.blocks` → value
     job: Job
@@ -188,24 +188,24 @@ def _yaml(value: Any) -> str:
 
 
 def _block_options(scheme: Scheme) -> list[Any]:
-    """The upper part of what is trained: the trunk grows, and with it what runs only once."""
-    blocks, found = scheme.blocks, []
+    """The upper part of the trained blocks: the trunk grows, which runs only once."""
+    blocks, options = scheme.blocks, []
     for share in (0.75, 0.5, 0.25, 0.0):
         kept = blocks[-max(1, round(share * len(blocks))) :]
         spec: Any = f"{kept[0]}-{kept[-1]}" if kept[-1] - kept[0] + 1 == len(kept) else list(kept)
-        if len(kept) < len(blocks) and spec not in found:
-            found.append(spec)
-    return found
+        if len(kept) < len(blocks) and spec not in options:
+            options.append(spec)
+    return options
 
 
 def _tensor_options(tensors: Sequence[str]) -> list[list[str]]:
-    wanted = ([t for t in TENSORS if t != "gate"], [*ATTENTION, "down"], [*ATTENTION], ["v", "o"])
-    options = [[t for t in some if t in tensors] for some in wanted]
-    return [some for n, some in enumerate(options) if some and set(some) < set(tensors) and some not in options[:n]]
+    choices = ([t for t in TENSORS if t != "gate"], [*ATTENTION, "down"], [*ATTENTION], ["v", "o"])
+    options = [[t for t in choice if t in tensors] for choice in choices]
+    return [kept for n, kept in enumerate(options) if kept and set(kept) < set(tensors) and kept not in options[:n]]
 
 
-def smaller(job: Job) -> Iterator[Change]:
-    """Runs that learn less, those that learn most of it first."""
+def reductions(job: Job) -> Iterator[Reduction]:
+    """Runs that train less, most trained parameters first."""
     update = job.recipe.update
     axes: dict[str, list[Any]] = {"model.frozen": ["auto"] if job.recipe.model.frozen == "dense" else []}
     if update.parts:
@@ -214,99 +214,98 @@ def smaller(job: Job) -> Iterator[Change]:
         ]
     else:
         axes["update.blocks"] = _block_options(job.scheme)
-        if update.weights:  # biases and norms are few: fewer tensors would save nothing
+        if update.weights:  # biases and norms are small: fewer tensors would save nothing
             axes["update.tensors"] = _tensor_options(update.tensors)
         if job.scheme.method.ranked:
             axes["update.rank"] = [rank for rank in (8, 4, 2) if rank < update.rank]
         elif update.weights:
             axes["update.channels"] = [share for share in CHANNELS if share < update.channels]
-    found: list[tuple[int, int, Change]] = []
-    for picked in itertools.product(*([None, *values] for values in axes.values())):
-        settings = {key: value for key, value in zip(axes, picked, strict=True) if value is not None}
+    candidates: list[tuple[int, int, Reduction]] = []
+    for combination in itertools.product(*([None, *values] for values in axes.values())):
+        settings = {key: value for key, value in zip(axes, combination, strict=True) if value is not None}
         if not settings:
             continue
         try:
-            change = Change(settings, _changed(job, settings))
+            reduction = Reduction(settings, _with_settings(job, settings))
         except ConfigError:
-            continue  # does not go with the rest of the recipe
-        found.append((-trained_parameters(change.job.shape, change.job.scheme), len(settings), change))
-    yield from (change for _, _, change in sorted(found, key=lambda one: one[:2]))
+            continue  # conflicts with the rest of the recipe
+        candidates.append((-trained_parameters(reduction.job.shape, reduction.job.scheme), len(settings), reduction))
+    yield from (reduction for _, _, reduction in sorted(candidates, key=lambda candidate: candidate[:2]))
 
 
-def _changed(job: Job, settings: dict[str, Any]) -> Job:
+def _with_settings(job: Job, settings: dict[str, Any]) -> Job:
     recipe = job.recipe
     for key, value in settings.items():
         part, _, name = key.partition(".")
         recipe = replace(recipe, **{part: replace(getattr(recipe, part), **{name: value})})
     shape = replace(job.shape, dense=False) if "model.frozen" in settings else job.shape
-    load = job.load.cut(settings["data.max_tokens"]) if "data.max_tokens" in settings else job.load
+    load = job.load.truncated(settings["data.max_tokens"]) if "data.max_tokens" in settings else job.load
     changed = Job(recipe, shape, load, job.machine, job.engine)
-    changed.free_products = job.free_products
+    changed.auto_products = job.auto_products
     return changed
 
 
-def fits(job: Job, budget_bytes: int) -> int | None:
-    """The least that it needs, if that is within the budget."""
-    need = least(job).peak(budget_bytes)
-    return need if need <= (1 - SLACK) * budget_bytes else None
+def peak_if_fits(job: Job, budget_bytes: int) -> int | None:
+    """The least memory that it needs, or None if that exceeds the budget."""
+    peak = least_memory(job).peak(budget_bytes)
+    return peak if peak <= (1 - SLACK) * budget_bytes else None
 
 
-def proposals(job: Job, budget_bytes: int) -> list[str]:
-    """Up to three settings of different kinds that were tried and fit."""
-    found: dict[str, str] = {}
+def suggestions(job: Job, budget_bytes: int) -> list[str]:
+    """Up to three settings of different kinds that fit, verified by planning."""
+    fitting: dict[str, str] = {}
     shorter = (n for n in (256, 128, 64) if n < job.load.longest)
-    shorter_rows = (Change({"data.max_tokens": n}, _changed(job, {"data.max_tokens": n})) for n in shorter)
-    for change in sorted([*smaller(job), *shorter_rows], key=lambda one: len(one.settings)):
-        kind = " ".join(change.settings)
-        if kind in found or (len(found) >= 1 and len(change.settings) > 1):
+    shorter_rows = (Reduction({"data.max_tokens": n}, _with_settings(job, {"data.max_tokens": n})) for n in shorter)
+    for reduction in sorted([*reductions(job), *shorter_rows], key=lambda item: len(item.settings)):
+        kind = " ".join(reduction.settings)
+        if kind in fitting or (len(fitting) >= 1 and len(reduction.settings) > 1):
             continue
-        need = fits(change.job, budget_bytes)
-        if need is not None:
-            found[kind] = f"`{change.options()}` fits in {size(need)}"
-        if len(found) == 3:
+        peak = peak_if_fits(reduction.job, budget_bytes)
+        if peak is not None:
+            fitting[kind] = f"`{reduction.options()}` fits in {size(peak)}"
+        if len(fitting) == 3:
             break
-    return list(found.values())
+    return list(fitting.values())
 
 
 def make(job: Job, budget_bytes: int, fit: bool = False) -> tuple[Job, dict[str, Any]]:
-    """(the run as it is done, the plan as plan.json holds it); DoesNotFitError if it cannot be done."""
+    """(the run as planned, the contents of plan.json); DoesNotFitError if nothing fits."""
     chosen = choose(job, budget_bytes)
-    to_fit = chosen is None and job.asked is not None
+    to_fit = chosen is None and job.requested is not None
     if to_fit:
         job = job.with_kernels()
         chosen = choose(job, budget_bytes)
     changed: list[str] = []
     if chosen is None and fit:
-        for change in smaller(job):
-            if fits(change.job, budget_bytes) is not None and (chosen := choose(change.job, budget_bytes)):
-                before = {key: operator.attrgetter(key)(job.recipe) for key in change.settings}
-                changed = [f"{key} {_yaml(before[key])} → {_yaml(value)}" for key, value in change.settings.items()]
+        for smaller in reductions(job):
+            if peak_if_fits(smaller.job, budget_bytes) is not None and (chosen := choose(smaller.job, budget_bytes)):
+                before = {key: operator.attrgetter(key)(job.recipe) for key in smaller.settings}
+                changed = [f"{key} {_yaml(before[key])} → {_yaml(value)}" for key, value in smaller.settings.items()]
                 break
     if chosen is None:
-        raise _refusal(job, budget_bytes, fit)
+        raise _does_not_fit(job, budget_bytes, fit)
     return chosen, {**_figures(job, chosen, budget_bytes), "changed": changed, "compiled_to_fit": to_fit}
 
 
-def _refusal(job: Job, budget_bytes: int, fit: bool) -> DoesNotFitError:
-    stages = memory.stages(least(job), budget_bytes)
+def _does_not_fit(job: Job, budget_bytes: int, fit: bool) -> DoesNotFitError:
+    stages = memory.stages(least_memory(job), budget_bytes)
     worst = max(stages, key=lambda name: memory.peak(stages[name]))
-    tried = proposals(job, budget_bytes)
-    hint = ", ".join(tried) + ("" if fit else "; or let `--fit` choose")
-    if not tried:
+    suggested = suggestions(job, budget_bytes)
+    hint = ", ".join(suggested) + ("" if fit else "; or let `--fit` choose")
+    if not suggested:
         terms = sorted(stages[worst].items(), key=lambda item: -item[1])
         largest = ", ".join(f"{term} {size(count)}" for term, count in terms[:2])
-        hint = f"nothing smaller that was tried fits ({largest} at the least): use a smaller model, or more memory"
+        hint = f"no smaller setting fits (largest terms: {largest}): use a smaller model, or more memory"
     return DoesNotFitError(
-        f"this needs {size(memory.peak(stages[worst]))} at the least (in the {worst} stage), "
-        f"and {size(budget_bytes)} are allowed",
+        f"this needs at least {size(memory.peak(stages[worst]))} ({worst} stage); the limit is {size(budget_bytes)}",
         hint,
     )
 
 
-def _figures(asked: Job, chosen: Job, budget_bytes: int) -> dict[str, Any]:
+def _figures(requested: Job, chosen: Job, budget_bytes: int) -> dict[str, Any]:
     stages = memory.stages(chosen, budget_bytes)
     clock = chosen.clock()
-    took = clock.stages()
+    durations = clock.stages()
     peaks = {name: memory.peak(terms) for name, terms in stages.items()}
     worst = max(peaks, key=lambda name: peaks[name])
     how, load, machine = chosen.recipe.how, chosen.load, chosen.machine
@@ -318,14 +317,14 @@ def _figures(asked: Job, chosen: Job, budget_bytes: int) -> dict[str, Any]:
         "stages": {
             name: {
                 "bytes": peaks[name],
-                "resident_bytes": sum(terms.values()),  # with pages of a file that give way
+                "resident_bytes": sum(terms.values()),  # including evictable pages of a mapped file
                 "terms": terms,
-                "seconds": round(took.get(name, 0.0), 2) if machine.timed else None,
+                "seconds": round(durations.get(name, 0.0), 2) if machine.timed else None,
             }
             for name, terms in stages.items()
         },
-        "seconds": round(sum(took.values()), 1) if machine.timed else None,
-        "search_seconds": round(took.get("search", 0.0), 1) if machine.timed else None,  # before training
+        "seconds": round(sum(durations.values()), 1) if machine.timed else None,
+        "search_seconds": round(durations.get("search", 0.0), 1) if machine.timed else None,  # before training
         "bound": max(clock.parts, key=clock.parts.__getitem__, default="matrix products"),
         "disk": disk_bytes(chosen),
         "machine": {"name": machine.name, "threads": chosen.engine.threads, "rates": machine.rates.source},
@@ -342,22 +341,22 @@ def _figures(asked: Job, chosen: Job, budget_bytes: int) -> dict[str, Any]:
             "tree_tokens": load.train_tree_tokens,
             "sampled": load.sampled,
         },
-        "asked": dataclasses.asdict(replace(asked.recipe.how, products=how.products)),
+        "asked": dataclasses.asdict(replace(requested.recipe.how, products=how.products)),
     }
 
 
 def _halved(job: Job, budget_bytes: int) -> dict[str, int]:
-    """Bytes of training with smaller micro-batches, which a run goes to when memory turns out to be short."""
+    """Bytes of training with smaller micro-batches, the fallback when memory runs short during a run."""
     sizes, tokens = {}, job.recipe.how.micro_batch_tokens // 2
-    while tokens >= SMALLEST:
-        smaller = job.with_how(replace(job.recipe.how, micro_batch_tokens=tokens))
-        sizes[str(tokens)] = memory.peak(memory.stages(smaller, budget_bytes)["train"])
+    while tokens >= MIN_MICRO_BATCH:
+        halved = job.with_how(replace(job.recipe.how, micro_batch_tokens=tokens))
+        sizes[str(tokens)] = memory.peak(memory.stages(halved, budget_bytes)["train"])
         tokens //= 2
     return sizes
 
 
 def disk_bytes(job: Job) -> dict[str, int]:
-    """By what is written."""
+    """By kind of file."""
     how, trained = job.recipe.how, job.trained
     cache, between = memory.boundary_bytes(job)
     cached = job.scheme.cut > 0 and how.trunk == "cache"
@@ -365,7 +364,7 @@ def disk_bytes(job: Job) -> dict[str, int]:
     return {
         "trunk cache": cache if cached else 0,
         "trunk, while it is made": between if cached and job.scheme.cut > 1 else 0,
-        # one more than is kept: the oldest goes when the newest is there
+        # one more than is kept: the oldest is deleted after the newest is written
         "checkpoints": int((how.keep_checkpoints + 1) * trained * (4 + state)),
         "best weights": 2 * 4 * trained,
         "exported model": job.exported_bytes,
@@ -373,16 +372,16 @@ def disk_bytes(job: Job) -> dict[str, int]:
 
 
 def disk_needs(run: Run, shape: Shape, scheme: Scheme) -> list[Need]:
-    """What a run will still write, except the trunk cache, whose size is known only when the rows are."""
+    """What a run has yet to write, except the trunk cache, whose size is known only after tokenization."""
     how, trained = run.effective.how, trained_parameters(shape, scheme)
     needs: list[Need] = []
     if not run.tokens.is_file():
         rows = Path(run.recipe.data.path) if run.recipe.data.path else None
-        if rows is not None and os.path.isfile(rows):  # of a folder, nobody knows yet which files are rows
-            needs.append((run.path, "tokens", 2 * path_size(rows)))  # ids, and the rows' own text
+        if rows is not None and os.path.isfile(rows):  # which files of a folder are rows is not known yet
+            needs.append((run.path, "tokens", 2 * path_size(rows)))  # token ids and text
     if not run.done.is_file():
         each = int(trained * (4 + STATE_BYTES[how.optimizer_state]))  # weights and AdamW's two moments
-        # one more than is kept: the oldest goes when the newest is there
+        # one more than is kept: the oldest is deleted after the newest is written
         needs.append((run.path, "checkpoints", max(0, (how.keep_checkpoints + 1) * each - path_size(run.checkpoints))))
         needs.append((run.path, "best weights", max(0, 2 * 4 * trained - path_size(run.best))))
     if not (run.exported.is_file() and run.model.is_file()):

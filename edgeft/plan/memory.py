@@ -1,6 +1,6 @@
-"""Resident memory by stage and term, from what the code holds; only what libraries take is measured.
+"""Resident memory by stage and term, computed from what the code allocates; only library overhead is measured.
 
-Resident is what the system counts for a process: pages of a mapped file count from their first use until released.
+Resident memory is what the OS counts for a process: pages of a mapped file count from first use until released.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from edgeft.config import TENSORS, Recipe
 from edgeft.engine.limits import HEAD_ROWS, LOGITS_BYTES
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import limits
-from edgeft.plan.buffers import Top
-from edgeft.plan.rows import Sizes, Workload
+from edgeft.plan.buffers import TopPass
+from edgeft.plan.rows import PassSizes, Workload
 from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters, trained_tensors
 
 MIB = 1 << 20
@@ -21,32 +21,32 @@ TERMS = (
     *("libraries", "packed frozen weights", "trained weights", "gradients", "optimiser state", "saved activations"),
     *("boundary states", "logits chunk", "unpack scratch", "data"),
 )
-# Pages of a file that llama.cpp has mapped: they are in memory while there is room, and no run needs more for them.
-GIVES_WAY = "mapped file"
+# Pages of a file mapped by llama.cpp: resident while there is room, and no run needs memory for them.
+EVICTABLE = "mapped file"
 
-# What a process holds before it has read a weight or a row, measured with torch 2.13 on x86-64.
-PYTHON_BYTES = 75 * MIB  # Python, numpy, gguf, llama.cpp's library and its tokenizer: the stages without torch
-# With torch, its matrix library's own buffers, and the kernels. 265 to 310 were seen: the system maps more or fewer
-# pages of a library around those that are touched.
+# Resident memory of a process before it has read a weight or a row, measured with torch 2.13 on x86-64.
+PYTHON_BYTES = 75 * MIB  # stages without torch: Python, numpy, gguf, llama.cpp's library and its tokenizer
+# With torch, its BLAS library's buffers, and the kernels. Measured 265 to 310: the OS maps more or fewer pages of a
+# library around those that are touched.
 LEAN_BYTES = 290 * MIB
-TRANSFORMERS_BYTES = 480 * MIB  # with transformers and PEFT besides
+TRANSFORMERS_BYTES = 480 * MIB  # with transformers and PEFT as well
 LLAMA_BYTES = 30 * MIB  # llama.cpp while it runs a model
-HALF_BYTES = 25 * MIB  # code that the library makes for bf16 products,
-SIZE_BYTES = 6 * MIB  # and keeps for every size of a pass, see block.padded: 0.6 MiB for each kind of product
-LAST_BYTES = 4 * MIB  # for a size that only the last block has: fewer kinds
-CHANNELS_BYTES = 7 * MIB  # besides Method.code_bytes, where some channels of a weight are trained,
-SHARE_BYTES = 0.6 * MIB  # and for every further share of a tensor's channels that some block has
-FAULT_BYTES = 64 << 10  # mapped around a page that is touched, where the system's cache has it
-CACHED_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # the trunk cache, a value of a state
-TOKEN_BYTES = 28  # of a row in Python: ids and mask, its path through the forest, nodes' tokens, parents, positions
+HALF_BYTES = 25 * MIB  # code that torch's GEMM library compiles for bf16,
+SIZE_BYTES = 6 * MIB  # and keeps for every size of a pass, see limits.padded: 0.6 MiB for each kind of GEMM
+LAST_BYTES = 4 * MIB  # for a size that only the last block has: fewer kinds of GEMM
+CHANNELS_BYTES = 7 * MIB  # added to Method.code_bytes where some channels of a weight are trained,
+SHARE_BYTES = 0.6 * MIB  # and for every further share of a tensor's channels in any block
+FAULT_BYTES = 64 << 10  # mapped around a touched page, where the page cache has it (fault-around)
+CACHED_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # per value of the trunk cache
+TOKEN_BYTES = 28  # per token in Python: ids and mask, path through the forest, nodes' tokens, parents, positions
 ROW_BYTES = 2000
-TEXT_BYTES = 40  # a token of a row that is there as text, too
-VERIFY_ROWS = 12  # held-out rows on which an exported file is compared
+TEXT_BYTES = 40  # per token of a row whose text is loaded, too
+VERIFY_ROWS = 12  # held-out rows on which an exported file is verified
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What computes: edgeft's kernels or plain torch, with bf16 products or without."""
+    """edgeft's kernels or plain torch, with or without bf16 GEMMs (`half`)."""
 
     kernels: bool
     half: bool
@@ -55,7 +55,7 @@ class EngineSpec:
 
 @dataclass
 class RunSpec:
-    """What memory and time are computed from."""
+    """What memory and time depend on."""
 
     recipe: Recipe
     shape: Shape
@@ -71,7 +71,7 @@ class RunSpec:
 
     @property
     def trained(self) -> int:
-        """Trained numbers."""
+        """Trained parameters."""
         return trained_parameters(self.shape, self.scheme)
 
     @property
@@ -81,8 +81,8 @@ class RunSpec:
 
 
 def stages(spec: RunSpec, budget_bytes: int) -> dict[str, dict[str, int]]:
-    """Bytes by stage and term, at the peak of each; trunk and train are one process."""
-    every: dict[str, dict[str, float]] = {
+    """Bytes by stage and term, at each stage's peak; trunk and train are one process."""
+    by_stage: dict[str, dict[str, float]] = {
         "prepare": {"libraries": PYTHON_BYTES, "data": _data(spec.load, texts=True)},
         "trunk": _trunk(spec),
         "train": _train(spec),
@@ -90,12 +90,12 @@ def stages(spec: RunSpec, budget_bytes: int) -> dict[str, dict[str, int]]:
         "eval": _eval(spec, budget_bytes),
     }
     if spec.scheme.cut == 0 or spec.recipe.how.trunk == "rerun":
-        del every["trunk"]
-    return {stage: {term: int(terms.get(term, 0)) for term in (*TERMS, GIVES_WAY)} for stage, terms in every.items()}
+        del by_stage["trunk"]
+    return {stage: {term: int(terms.get(term, 0)) for term in (*TERMS, EVICTABLE)} for stage, terms in by_stage.items()}
 
 
 def state_bytes(recipe: Recipe) -> float:
-    """Of a trained number, that the optimiser keeps."""
+    """Optimiser state per trained parameter."""
     if recipe.train.optimizer == "adamw":
         return STATE_BYTES[recipe.how.optimizer_state]
     moment = methods.get(recipe.update.method).momentum_bytes(recipe.how.optimizer_state)
@@ -103,15 +103,15 @@ def state_bytes(recipe: Recipe) -> float:
 
 
 def peak(terms: dict[str, int]) -> int:
-    """What a stage must have; its resident memory may be larger by what gives way."""
-    return sum(size for term, size in terms.items() if term != GIVES_WAY)
+    """What a stage needs; its resident memory may be larger by the evictable pages."""
+    return sum(size for term, size in terms.items() if term != EVICTABLE)
 
 
-def _libraries(spec: RunSpec, sizes: Sizes | None = None) -> int:
-    """sizes: of passes with bf16 products."""
+def _libraries(spec: RunSpec, sizes: PassSizes | None = None) -> int:
+    """sizes: of passes with bf16 GEMMs."""
     size = LEAN_BYTES if spec.lean else TRANSFORMERS_BYTES
-    if sizes and sizes.whole:
-        size += HALF_BYTES + _size_bytes(spec.scheme) * sizes.whole + LAST_BYTES * sizes.asked
+    if sizes and sizes.full:
+        size += HALF_BYTES + _size_bytes(spec.scheme) * sizes.full + LAST_BYTES * sizes.outputs
     return size
 
 
@@ -130,24 +130,24 @@ def _data(load: Workload, texts: bool) -> int:
 
 
 def _weights(spec: RunSpec, running: range, release: bool) -> int:
-    """Frozen weights in memory while these blocks run: as stored, and of `dense` ones float32 copies besides."""
+    """Resident frozen weights while these blocks run: packed, or float32 copies with `dense`."""
     shape, scheme = spec.shape, spec.scheme
     if not shape.mapped:
         return shape.file_bytes
-    tables, whole = _tables(spec, release), {(b, t) for (b, t), share in scheme.shares.items() if share >= 1}
+    tables, full = _tables(spec, release), {(b, t) for (b, t), share in scheme.shares.items() if share >= 1}
     if shape.dense:
-        replaced = [shape.linear(tensor) for _, tensor in whole if scheme.method.dense]  # by the trained weights
+        replaced = [shape.linear(tensor) for _, tensor in full if scheme.method.dense]  # by trained weights
         return 4 * (shape.depth * shape.block_parameters - sum(rows * cols for rows, cols in replaced)) + tables
     if release:
         return max((size for block in shape.blocks for size in block), default=0) + tables
     touched = {(block, tensor) for block in running for tensor in TENSORS}
-    if scheme.method.replaces_base:  # what is trained as a whole was read once, and its pages released
-        touched -= whole
+    if scheme.method.replaces_base:  # fully trained weights were read once, and their pages released
+        touched -= full
     return sum(shape.packed_bytes(b, t) for b, t in touched) + tables
 
 
 def _tables(spec: RunSpec, release: bool) -> int:
-    """Embedding and head; of a mapped embedding, the pages of rows that the data's tokens touch."""
+    """Embedding and head; of a mapped embedding, only the pages that the data's tokens touch."""
     shape = spec.shape
     if release:
         return (shape.head_bytes or shape.embedding_bytes) * HEAD_ROWS // max(shape.vocabulary, HEAD_ROWS)
@@ -157,30 +157,30 @@ def _tables(spec: RunSpec, release: bool) -> int:
 
 
 def _scratch(shape: Shape, engine: EngineSpec, trunk: bool) -> int:
-    """Buffers for one unpacked weight; they grow to the largest that was asked for, and stay."""
+    """Buffers for one unpacked weight; they grow to the largest request, and are not freed."""
     head, largest = 4 * min(HEAD_ROWS, shape.vocabulary) * shape.width, max(r * c for _, r, c in shape.linears())
     if shape.dense:
         return head
-    wide = trunk or not engine.half or not shape.kernel_types  # in float32
-    size = max(head, (4 if wide else 2) * largest)
-    if engine.half and not shape.kernel_types:  # then to bf16
+    float32 = trunk or not engine.half or not shape.kernel_types  # float32
+    size = max(head, (4 if float32 else 2) * largest)
+    if engine.half and not shape.kernel_types:  # then cast to bf16
         size += 2 * largest
-    if shape.mapped:  # packed rows, put in order
+    if shape.mapped:  # packed rows, reordered
         size += max((shape.packed_bytes(0, tensor) for tensor in shape.arch.interleaved), default=0)
     return size
 
 
 def _forward(shape: Shape, tokens: int) -> int:
-    """Float32 values that a block without gradient holds at its widest place, between gate and down."""
+    """Float32 activations of a block without gradient at its peak, between gate and down."""
     return 4 * tokens * (8 * shape.width + shape.query + 2 * shape.ffn)
 
 
 def _trunk(spec: RunSpec) -> dict[str, float]:
     shape, how = spec.shape, spec.recipe.how
-    tokens = max((one.tokens for one in spec.load.trunk(how.micro_batch_tokens)), default=spec.load.longest)
+    tokens = max((p.tokens for p in spec.load.trunk(how.micro_batch_tokens)), default=spec.load.longest)
     running = range(1) if how.trunk_order == "blocks" else range(spec.scheme.cut)
     return {
-        "libraries": _libraries(spec),  # its products are float32
+        "libraries": _libraries(spec),  # its GEMMs are float32
         "packed frozen weights": _weights(spec, running, how.spare_memory),
         "trained weights": spec.weight_bytes,
         "saved activations": _forward(shape, tokens),
@@ -194,13 +194,13 @@ def _train(spec: RunSpec) -> dict[str, float]:
     shape, scheme, load, how = spec.shape, spec.scheme, spec.load, spec.recipe.how
     widest = load.widest(how.micro_batch_tokens)
     tensors = trained_tensors(shape, scheme)
-    turns = spec.recipe.update.cycle_blocks  # gradients and moments of these alone
-    active = sum(tensors) * min(1.0, turns / len(scheme.blocks)) if turns else sum(tensors)
+    cycle = spec.recipe.update.cycle_blocks  # gradients and moments of the active blocks alone
+    active = sum(tensors) * min(1.0, cycle / len(scheme.blocks)) if cycle else sum(tensors)
     rows = LOGITS_BYTES // (4 * shape.vocabulary) or 1
-    # in place there are no others, unless those of earlier passes wait for the last
+    # a step in place holds one gradient at a time, unless gradients accumulate over micro-batches
     alone = how.step_in_place and all(len(step) <= 1 for step in load.passes(how.micro_batch_tokens))
     scratch = _scratch(shape, spec.engine, trunk=scheme.cut > 0)
-    if spec.engine.half:  # a trained weight as a product reads it, and a gradient as a product gives it
+    if spec.engine.half:  # bf16 copies of a trained weight and of a gradient
         scratch += 2 * 2 * max(tensors)
     return {
         "libraries": _libraries(spec, load.sizes(how.micro_batch_tokens) if spec.engine.half else None),
@@ -208,7 +208,7 @@ def _train(spec: RunSpec) -> dict[str, float]:
         "trained weights": spec.weight_bytes,
         "gradients": 4 * (max(tensors) if alone else active),
         "optimiser state": state_bytes(spec.recipe) * active,
-        "saved activations": _activations(spec, widest.tokens, widest.asked),
+        "saved activations": _activations(spec, widest.tokens, widest.outputs),
         "boundary states": widest.tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
         "logits chunk": 4 * shape.vocabulary * min(rows, widest.targets) + 3 * 4 * widest.targets * shape.width,
         "unpack scratch": scratch,
@@ -216,13 +216,13 @@ def _train(spec: RunSpec) -> dict[str, float]:
     }
 
 
-def _activations(spec: RunSpec, tokens: int, asked: int) -> int:
-    """What one pass over the top keeps for its backward pass, and its temporary buffers."""
+def _activations(spec: RunSpec, tokens: int, outputs: int) -> int:
+    """What one pass over the top saves for its backward pass, and its temporary buffers."""
     shape, scheme, recompute = spec.shape, spec.scheme, spec.recipe.how.recompute
     if spec.engine.kernels:
-        return Top(shape, scheme, spec.engine.half, spec.engine.threads, recompute).peak_bytes(tokens, asked)
-    # plain torch: q k v and the attention's output twice (before and after the heads are put together), gate, its
-    # activation, up, and what down reads
+        return TopPass(shape, scheme, spec.engine.half, spec.engine.threads, recompute).peak_bytes(tokens, outputs)
+    # plain torch: q, k, v, the attention output twice (before and after heads are merged), gate, its activation, up,
+    # and the input of down
     kept = 4 * shape.width + 3 * shape.query + 2 * shape.key + 4 * shape.ffn
     layers = max(sum(scheme.share(block, name) > 0 for name in TENSORS) for block in scheme.blocks)
     kept += layers * scheme.method.kept_by_torch(scheme, shape.width)
@@ -231,24 +231,24 @@ def _activations(spec: RunSpec, tokens: int, asked: int) -> int:
 
 
 def _export(spec: RunSpec, budget_bytes: int) -> dict[str, float]:
-    """The trainer's model is there, first to compute its likelihoods, then beside llama.cpp with the new file."""
+    """The trainer's model stays loaded: it computes likelihoods, then llama.cpp runs the new file."""
     shape, load = spec.shape, spec.load
     tokens = min(limits.BATCH_TOKENS, VERIFY_ROWS * load.longest)
     rows = min(limits.TARGETS, max(1, load.answer_tokens))
     return {
         "libraries": _libraries(spec) + LLAMA_BYTES,
-        "packed frozen weights": _weights(spec, range(0), release=True),  # always, whatever the recipe says
+        "packed frozen weights": _weights(spec, range(0), release=True),  # regardless of the recipe
         "trained weights": spec.weight_bytes,
         "saved activations": max(_forward(shape, tokens), _llama(shape, load.longest + 1, 0, budget_bytes)),
         "logits chunk": 2 * 4 * rows * shape.vocabulary + 3 * 8 * 4 * shape.vocabulary,
         "unpack scratch": _scratch(shape, spec.engine, trunk=True),
         "data": _data(load, texts=True) + min(limits.SPOOL_BYTES, spec.exported_bytes),
-        GIVES_WAY: spec.exported_bytes,
+        EVICTABLE: spec.exported_bytes,
     }
 
 
 def _eval(spec: RunSpec, budget_bytes: int) -> dict[str, float]:
-    """Base and tuned model in llama.cpp, one after the other; the larger counts."""
+    """Base and tuned model in llama.cpp, one after the other: the larger one."""
     shape, load, recipe = spec.shape, spec.load, spec.recipe
     if not shape.mapped:  # in the trainer
         return {
@@ -261,31 +261,31 @@ def _eval(spec: RunSpec, budget_bytes: int) -> dict[str, float]:
         }
     rows = min(recipe.eval.rows, load.heldout_rows)
     row = load.longest + recipe.eval.max_new_tokens
-    wide = 2 * (shape.depth * shape.block_parameters + shape.vocabulary * shape.width)
+    unpacked = 2 * (shape.depth * shape.block_parameters + shape.vocabulary * shape.width)
     tokens = load.held_tokens * rows // max(1, load.heldout_rows)
-    copied = recipe.eval.unpack and shape.slow_types and tokens >= limits.LEAST_TOKENS
-    copied = copied and (not budget_bytes or wide <= limits.MEMORY_SHARE * budget_bytes)
+    copied = recipe.eval.unpack and shape.slow_types and tokens >= limits.MIN_TOKENS
+    copied = copied and (not budget_bytes or unpacked <= limits.MEMORY_SHARE * budget_bytes)
     return {
         "libraries": PYTHON_BYTES + LLAMA_BYTES,
-        "packed frozen weights": wide if copied else 0,
+        "packed frozen weights": unpacked if copied else 0,
         "saved activations": _llama(shape, row, min(limits.CELLS, rows * row), budget_bytes),
         "data": _data(load, texts=True),
-        GIVES_WAY: 0 if copied else max(spec.exported_bytes, shape.file_bytes),
+        EVICTABLE: 0 if copied else max(spec.exported_bytes, shape.file_bytes),
     }
 
 
-def _llama(shape: Shape, needed: int, wished: int, budget_bytes: int) -> int:
-    """llama.cpp's KV cache, and the buffers of one of its passes."""
+def _llama(shape: Shape, required: int, preferred: int, budget_bytes: int) -> int:
+    """llama.cpp's KV cache and compute buffers."""
     cell = 2 * 4 * shape.key * shape.depth
     room = min(limits.CACHE_BYTES, int(limits.CACHE_SHARE * (budget_bytes or 1 << 60)))
-    cells = max(needed, min(wished, room // cell))
+    cells = max(required, min(preferred, room // cell))
     cells += -cells % 256
     compute = 4 * limits.BATCH * (3 * shape.width + 2 * shape.ffn + shape.query)
     return cells * cell + compute + 2 * 4 * limits.OUTPUTS * shape.vocabulary
 
 
 def boundary_bytes(spec: RunSpec) -> tuple[int, int]:
-    """(the trunk cache on the disk, files beside it while it is made)."""
+    """(trunk cache on disk, temporary files while it is written)."""
     width, tokens, how = spec.shape.width, spec.load.tree_tokens, spec.recipe.how
-    between = 2 * 4 * width * tokens if how.trunk_order == "blocks" else 0
-    return int(tokens * (width * CACHED_BYTES[how.trunk_dtype])), between
+    temporary = 2 * 4 * width * tokens if how.trunk_order == "blocks" else 0
+    return int(tokens * (width * CACHED_BYTES[how.trunk_dtype])), temporary

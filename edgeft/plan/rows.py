@@ -1,6 +1,6 @@
-"""The passes that training, validation and the trunk make over the rows, counted from the rows themselves.
+"""The passes of training, validation and the trunk over the rows, counted from the rows themselves.
 
-Of many rows the first ones are counted and stand for the rest; `Workload.sampled` says so.
+Of a large dataset only the first rows are counted and extrapolated: `Workload.sampled`.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from edgeft.data.tokens import Encoded
 from edgeft.engine.limits import padded
 from edgeft.plan.flops import WITHOUT_GRADIENT, Pass, Schedule
 
-SAMPLE_ROWS = 1024  # looked at; counting them all would take longer than a plan should
+SAMPLE_ROWS = 1024  # counted; counting all rows would make planning slow
 
 
-class Sizes(NamedTuple):
-    """How many sizes passes have, as the kernels round them up."""
+class PassSizes(NamedTuple):
+    """Number of distinct sizes of passes, padded as in the kernels."""
 
-    whole: int = 0
-    asked: int = 0  # further ones, which only the last block has
+    full: int = 0
+    outputs: int = 0  # further sizes, of the last block only
 
 
 def total(passes: Sequence[Pass]) -> Pass:
-    """All of them together."""
+    """The sum."""
     return Pass(*np.sum(passes, axis=0).tolist()) if passes else Pass(0, 0, 0, 0, 0)
 
 
 class Workload:
-    """The rows of one run."""
+    """The rows of a run, as passes."""
 
     def __init__(
         self, train: Sequence[Encoded], heldout: Sequence[Encoded], recipe: Recipe, counts: tuple[int, int] = (0, 0)
     ) -> None:
-        """counts: how many training and held-out rows there are, where those given are only the first of them."""
+        """counts: all training and held-out rows, where those given are only the first of them."""
         self.recipe = recipe
         self.train_rows, self.heldout_rows = counts[0] or len(train), counts[1] or len(heldout)
         train, heldout = list(train[:SAMPLE_ROWS]), list(heldout[:SAMPLE_ROWS])
@@ -55,7 +55,7 @@ class Workload:
         self.answer_tokens = int(np.mean([row.trained.sum() for row in heldout])) if heldout else 0
         self.held_tokens = int(self.held_scale * sum(len(row.ids) for row in heldout))
         rows = self.train_rows + self.heldout_rows
-        self.tree_tokens = int(len(self.forest) * rows / max(1, len(self.rows) + len(self.held)))  # the trunk's
+        self.tree_tokens = int(len(self.forest) * rows / max(1, len(self.rows) + len(self.held)))  # of the trunk
         self.train_tree_tokens = int(self.scale * len(self.forest.nodes(self.rows))) if train else 0
         self.unique_tokens = len(np.unique(self.forest.tokens))
         self.passes, self.validation, self.trunk = cache(self._passes), cache(self._validation), cache(self._trunk)
@@ -69,7 +69,7 @@ class Workload:
         return Pass(len(nodes), int(seen[nodes].sum()), len(at), int(seen[at].sum()), forest.trained(rows))
 
     def _passes(self, micro_batch: int) -> list[list[Pass]]:
-        """By step, of the first epoch over the rows that are looked at."""
+        """By step, of the first epoch over the counted rows."""
         train, size = self.recipe.train, self.recipe.train.batch_rows
         order = epoch_order(self.forest, self.rows, train.seed, 0, train.order == "grouped")
         steps = [order[start : start + size] for start in range(0, len(order), size)][: self.steps]
@@ -82,20 +82,20 @@ class Workload:
         size = WITHOUT_GRADIENT * micro_batch
         return [self._pass(part) for part in self.forest.micro_batches(self.forest.order, size)]
 
-    def _sizes(self, micro_batch: int) -> Sizes:
-        every = [*(one for step in self.passes(micro_batch) for one in step), *self.validation(micro_batch)]
-        whole = {padded(one.tokens) for one in every}
-        return Sizes(len(whole), len({padded(one.asked) for one in every} - whole))
+    def _sizes(self, micro_batch: int) -> PassSizes:
+        passes = [*(p for step in self.passes(micro_batch) for p in step), *self.validation(micro_batch)]
+        full = {padded(p.tokens) for p in passes}
+        return PassSizes(len(full), len({padded(p.outputs) for p in passes} - full))
 
-    def cut(self, longest: int) -> Workload:
-        """With this data.max_tokens; trained tokens are at the rows' ends."""
+    def truncated(self, max_tokens: int) -> Workload:
+        """With this data.max_tokens; trained tokens are at the end of a row."""
         train, heldout = (
-            [replace(row, ids=row.ids[-longest:], trained=row.trained[-longest:]) for row in side]
+            [replace(row, ids=row.ids[-max_tokens:], trained=row.trained[-max_tokens:]) for row in side]
             for side in self.sample
         )
         return Workload(train, heldout, self.recipe, (self.train_rows, self.heldout_rows))
 
     def _widest(self, micro_batch: int) -> Pass:
-        """What the largest pass of training has of each."""
-        every = [one for step in self.passes(micro_batch) for one in step]
-        return Pass(*np.max(every, axis=0).tolist()) if every else Pass(self.longest, 0, 1, 0, 1)
+        """The maximum of each size over all training passes."""
+        passes = [p for step in self.passes(micro_batch) for p in step]
+        return Pass(*np.max(passes, axis=0).tolist()) if passes else Pass(self.longest, 0, 1, 0, 1)

@@ -1,6 +1,6 @@
-"""Seconds by stage: floating-point work and bytes moved, over what the machine does of each in a second.
+"""Seconds by stage: FLOPs and bytes moved, divided by the machine's rates.
 
-Work is counted from the rows themselves; rates are those that `edgeft doctor` measured here, or a device profile's.
+Work is counted from the rows themselves. Rates are measured by `edgeft doctor`, or come from a device profile.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ from edgeft.plan.flops import ATTENTION_BACK, Pass, Schedule, search_pays, searc
 from edgeft.plan.memory import VERIFY_ROWS, RunSpec, state_bytes
 from edgeft.plan.rows import total
 
-# Shares of doctor's rates that the kernels reach inside a step, measured on two cores with AVX-512.
-PRODUCTS = 0.9  # of the trial's product: layers are of other sizes
-HALF_PRODUCTS = 0.74  # the same in bf16, where what lies around a product weighs more
-ATTENTION = 0.6  # the attention kernel against a float32 product
-PLAIN = 0.5  # plain torch against the kernels, whole steps
-LLAMA = 0.6  # llama.cpp's products, mostly of 8-bit integers, against float32 ones
+# Share of doctor's rates that a step reaches, measured on two cores with AVX-512.
+PRODUCTS = 0.9  # of the benchmark's GEMM rate: layers have other sizes
+HALF_PRODUCTS = 0.74  # the same in bf16, where overhead around a GEMM weighs more
+ATTENTION = 0.6  # the attention kernel, relative to a float32 GEMM
+PLAIN = 0.5  # plain torch, relative to the kernels, whole steps
+LLAMA = 0.6  # llama.cpp's GEMMs, mostly 8-bit integer, relative to float32
 
-# Bytes that are read and written once for every …
-BLOCK_VALUES = 12  # value of a block's width, forward and backward: norms, residuals and what stands between products
-WEIGHT_BYTES = 4.6  # … packed weight that is unpacked to float32, and 2.6 to bf16
-FETCH_BYTES = 2.0  # … of these besides, where its pages were given back: what finding them again costs
-ADAM_BYTES = {"fp32": 32, "bf16": 32, "8bit": 32}  # … trained number in a step: gradient, moments, itself, and rounding
-CAST_BYTES = 22  # … trained number in a pass with bf16 products: the weight twice, and its gradient
+# Bytes read and written, per …
+BLOCK_VALUES = 12  # … value of a block's width, forward and backward: norms, residuals and other elementwise work
+WEIGHT_BYTES = 4.6  # … packed weight unpacked to float32; 2.6 to bf16
+FETCH_BYTES = 2.0  # … packed weight in addition, where its pages were released: page faults
+ADAM_BYTES = {"fp32": 32, "bf16": 32, "8bit": 32}  # … trained parameter and step: gradient, moments, weight, rounding
+CAST_BYTES = 22  # … trained parameter and pass with bf16 GEMMs: the weight twice, and its gradient
 
-# Where a machine has not been measured: what it moves in a second follows what it multiplies.
+# For a machine that was not measured: memory bandwidth is assumed proportional to its FLOP/s.
 COPY_PER_FLOP = 0.1  # bytes
-WRITE_BYTES = 150e6  # a second, to an SD card or a slow disk: these keep their rate
-HALF_GAIN = 2.0  # bf16 products against float32 ones, where the processor has instructions for them
+WRITE_BYTES = 150e6  # per second, to an SD card or a slow disk, whose rate is steady
+HALF_GAIN = 2.0  # speedup of bf16 GEMMs, where the processor has instructions for them
 
-START_S = {"prepare": 0.6, "lean": 2.8, "transformers": 8.0, "eval": 1.0}  # until a stage begins to work
-ROW_S = 0.0012  # a row to tokens
-PACK_VALUES = 1.5e8  # a second, to q8_0
-HASH_BYTES = 1.0e9  # a second
-DENSE_BYTES = 0.8e9  # a second, of weights that become float32 when they are loaded
-# Many disks take a first gigabyte faster than what follows: measured 1.0 and 0.35 GB/s where doctor's trial found 1.3.
+START_S = {"prepare": 0.6, "lean": 2.8, "transformers": 8.0, "eval": 1.0}  # startup time of a stage
+ROW_S = 0.0012  # tokenization of a row
+PACK_VALUES = 1.5e8  # per second, quantized to q8_0
+HASH_BYTES = 1.0e9  # per second
+DENSE_BYTES = 0.8e9  # per second, of weights unpacked to float32 at load
+# Many disks write the first gigabyte faster than the rest: measured 1.0 and 0.35 GB/s where doctor measured 1.3.
 FIRST_BYTES, FIRST_WRITES, LONG_WRITES = 1e9, 0.75, 0.25
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a second."""
+    """A machine's throughput, per second."""
 
-    fp32: float  # floating-point operations of a float32 product
+    fp32: float  # FLOPs of a float32 GEMM
     bf16: float
     copy: float  # bytes moved in memory, by all threads
-    write: float  # bytes to the disk, as doctor's trial found it
-    source: str  # where these come from, in words
+    write: float  # bytes to the disk, as measured by doctor
+    source: str  # how they were obtained
 
     def to_disk(self, count: float) -> float:
-        """Seconds for so many bytes, with their checksum."""
+        """Seconds to write this many bytes and their checksum."""
         first = FIRST_WRITES * self.write
         rest = max(LONG_WRITES * self.write, min(first, WRITE_BYTES))
         return min(count, FIRST_BYTES) / first + max(0.0, count - FIRST_BYTES) / rest
 
 
 def of_profile(profile: Device) -> Rates | None:
-    """None: the profile does not say."""
+    """None: the profile gives no rate."""
     if not profile.gemm_gflops:
         return None
     fp32 = profile.gemm_gflops * 1e9
@@ -71,7 +71,7 @@ def of_profile(profile: Device) -> Rates | None:
 
 
 def of_this_machine(threads: int) -> Rates:
-    """As doctor has measured it; before that, a short trial with numpy."""
+    """As measured by doctor; else by a short numpy benchmark."""
     cpu, count = device.cpu_name(), threads or device.cores()
     key, known = device.gemm_key(cpu, count), device.read_gemm_cache()
     moved = known.get(device.bytes_key(cpu, count), {})
@@ -81,16 +81,16 @@ def of_this_machine(threads: int) -> Rates:
         return Rates(fp32, bf16, moved.get("copy", COPY_PER_FLOP * fp32 / 1e9) * 1e9, write, "measured by doctor")
     fp32 = compiled.trial_flops_per_s()
     bf16 = HALF_GAIN * fp32 if compiled.multiplies_bf16() else 0.0
-    return Rates(fp32, bf16, COPY_PER_FLOP * fp32, write, "a short trial; `edgeft doctor` measures it well")
+    return Rates(fp32, bf16, COPY_PER_FLOP * fp32, write, "a short benchmark; `edgeft doctor` measures more exactly")
 
 
 class Clock:
-    """Seconds of a run's parts."""
+    """Predicts the seconds of a run."""
 
     def __init__(self, spec: RunSpec, rates: Rates) -> None:
         self.spec, self.rates, self.trained = spec, rates, spec.trained
         self.shape, self.scheme, self.recipe, self.load = spec.shape, spec.scheme, spec.recipe, spec.load
-        self.parts: dict[str, float] = {}  # what the time goes into, in seconds
+        self.parts: dict[str, float] = {}  # seconds by kind of work
 
     def _add(self, what: str, seconds: float) -> float:
         self.parts[what] = self.parts.get(what, 0.0) + seconds
@@ -101,10 +101,10 @@ class Clock:
         rate = HALF_PRODUCTS * rates.bf16 if half and rates.bf16 else PRODUCTS * rates.fp32
         return flops / rate / (1.0 if self.spec.engine.kernels else PLAIN)
 
-    def _between(self, tokens: int, blocks: int, ways: int) -> float:
+    def _elementwise(self, tokens: int, blocks: int, sweeps: int) -> float:
         shape = self.shape
         values = BLOCK_VALUES * (shape.width + shape.query // 2 + shape.ffn // 2)
-        return 4 * values * tokens * blocks * ways / 3 / self.rates.copy
+        return 4 * values * tokens * blocks * sweeps / 3 / self.rates.copy
 
     def _unpack(self, values: int, times: int, half: bool) -> float:
         if self.shape.dense:
@@ -114,7 +114,7 @@ class Clock:
 
     @cached_property
     def _frozen(self) -> int:
-        """Values above the cut that are packed; a weight of which all channels are trained is not."""
+        """Packed values above the cut; a weight with all channels trained is not packed."""
         values, scheme = (self.shape.depth - self.scheme.cut) * self.shape.block_parameters, self.scheme
         if scheme.method.dense:
             trained = [self.shape.linear(tensor) for (_, tensor), share in scheme.shares.items() if share >= 1]
@@ -122,60 +122,61 @@ class Clock:
         return values
 
     def trunk(self, passes: Sequence[Pass]) -> float:
-        """These passes up to the cut."""
-        one, count = total(passes), len(passes)
+        """Of these passes, below the cut."""
+        summed, count = total(passes), len(passes)
         shape, cut = self.shape, self.scheme.cut
-        flops = 2.0 * shape.block_parameters * one.tokens * cut
-        found = self._add("matrix products", self._products(flops, False))
-        found += self._add("attention", 4.0 * shape.query * one.pairs * cut / (ATTENTION * self.rates.fp32))
-        found += self._add("norms and gates", self._between(one.tokens, cut, 1))
-        return found + self._add("unpacking weights", self._unpack(cut * shape.block_parameters, count, False))
+        flops = 2.0 * shape.block_parameters * summed.tokens * cut
+        seconds = self._add("matrix products", self._products(flops, False))
+        seconds += self._add("attention", 4.0 * shape.query * summed.pairs * cut / (ATTENTION * self.rates.fp32))
+        seconds += self._add("norms and gates", self._elementwise(summed.tokens, cut, 1))
+        return seconds + self._add("unpacking weights", self._unpack(cut * shape.block_parameters, count, False))
 
     def top(self, passes: Sequence[Pass], back: bool) -> float:
-        """These passes from the cut on."""
-        one, count = total(passes), len(passes)
+        """Of these passes, from the cut on."""
+        summed, count = total(passes), len(passes)
         shape, half, recompute = self.shape, self.spec.engine.half, self.recipe.how.recompute and back
         frugal = back and self.spec.engine.kernels and self.scheme.frugal
         blocks = shape.depth - self.scheme.cut
-        head = 2.0 * shape.vocabulary * shape.width * one.targets * (2 if back else 1)
-        pairs = one.pairs * (blocks - 1) + one.asked_pairs
+        head = 2.0 * shape.vocabulary * shape.width * summed.targets * (2 if back else 1)
+        pairs = summed.pairs * (blocks - 1) + summed.output_pairs
         attention = 4.0 * shape.query * pairs
-        flops = step_flops(shape, self.scheme, one, back=back)
+        flops = step_flops(shape, self.scheme, summed, back=back)
         flops -= head + attention * (1 + ATTENTION_BACK if back else 1)
-        kept = 0  # of a block's weights, those that are not multiplied with a second time
+        kept = 0  # weights of a block that need no recomputation
         if frugal and not recompute:
             kept = sum(rows * cols for name, rows, cols in shape.linears() if name == "down")
         if recompute or frugal:
-            flops += 2.0 * (shape.block_parameters - kept) * one.tokens * (blocks - 1)
-        found = self._add("matrix products", self._products(flops, half) + self._products(head, False))
-        again = 1.0 if recompute or frugal else 0.0
-        attention *= 1 + again + (ATTENTION_BACK if back else 0)
-        found += self._add("attention", attention / (ATTENTION * self.rates.fp32))
-        found += self._add("norms and gates", self._between(one.tokens, blocks, int(1 + again + (2 if back else 0))))
-        found += self._add("unpacking weights", self._unpack(self._frozen, count * int(1 + again + back), half))
-        pieces = sum(-(-each.targets * 4 * shape.vocabulary // LOGITS_BYTES) for each in passes)
-        rows = shape.vocabulary * shape.width * pieces * (1 + back)  # the head is unpacked for every piece of logits
-        found += self._add("unpacking weights", rows * WEIGHT_BYTES / self.rates.copy)
+            flops += 2.0 * (shape.block_parameters - kept) * summed.tokens * (blocks - 1)
+        seconds = self._add("matrix products", self._products(flops, half) + self._products(head, False))
+        recomputed = 1.0 if recompute or frugal else 0.0
+        attention *= 1 + recomputed + (ATTENTION_BACK if back else 0)
+        seconds += self._add("attention", attention / (ATTENTION * self.rates.fp32))
+        sweeps = int(1 + recomputed + (2 if back else 0))
+        seconds += self._add("norms and gates", self._elementwise(summed.tokens, blocks, sweeps))
+        seconds += self._add("unpacking weights", self._unpack(self._frozen, count * int(1 + recomputed + back), half))
+        chunks = sum(-(-p.targets * 4 * shape.vocabulary // LOGITS_BYTES) for p in passes)
+        rows = shape.vocabulary * shape.width * chunks * (1 + back)  # the head is unpacked for every chunk of logits
+        seconds += self._add("unpacking weights", rows * WEIGHT_BYTES / self.rates.copy)
         if half and back and self.scheme.method.casts:
-            found += self._add("optimiser", count * self.trained * CAST_BYTES / self.rates.copy)
-        return found
+            seconds += self._add("optimiser", count * self.trained * CAST_BYTES / self.rates.copy)
+        return seconds
 
     def stages(self) -> dict[str, float]:
         """Seconds by stage."""
         self.parts = {}
         load, recipe = self.load, self.recipe
-        found = {"prepare": START_S["prepare"] + ROW_S * (load.train_rows + load.heldout_rows)}
+        stages = {"prepare": START_S["prepare"] + ROW_S * (load.train_rows + load.heldout_rows)}
         start = START_S["lean" if self.spec.lean else "transformers"]
         if self.shape.dense:
             start += 4 * self.shape.depth * self.shape.block_parameters / DENSE_BYTES
         if self.scheme.cut and recipe.how.trunk == "cache":
-            found["trunk"] = self._trunk_stage()
+            stages["trunk"] = self._trunk_stage()
         if recipe.update.needs_search:
-            found["search"] = self._search_stage(start)
-        found["train"] = start + self._train_stage()
-        found["export"] = start + self._export_stage()
-        found["eval"] = START_S["eval"] + self._eval_stage()
-        return found
+            stages["search"] = self._search_stage(start)
+        stages["train"] = start + self._train_stage()
+        stages["export"] = start + self._export_stage()
+        stages["eval"] = START_S["eval"] + self._eval_stage()
+        return stages
 
     def _trunk_stage(self) -> float:
         load, how = self.load, self.recipe.how
@@ -199,32 +200,32 @@ class Clock:
         how, train = recipe.how, recipe.train
         steps = load.passes(how.micro_batch_tokens)
         before = dict(self.parts)
-        every = [one for step in steps for one in step]
-        sampled = self.top(every, True)
+        passes = [p for step in steps for p in step]
+        sampled = self.top(passes, True)
         if self.scheme.cut and how.trunk == "rerun":
-            sampled += self.trunk(every)
+            sampled += self.trunk(passes)
         factor = load.steps / max(1, len(steps))
-        for what, seconds in self.parts.items():  # those looked at stand for all
+        for what, seconds in self.parts.items():  # extrapolate from the sampled steps
             self.parts[what] = before.get(what, 0.0) + factor * (seconds - before.get(what, 0.0))
-        found = factor * sampled
-        found += self._add("optimiser", load.steps * self.trained * ADAM_BYTES[how.optimizer_state] / self.rates.copy)
+        total_s = factor * sampled
+        total_s += self._add("optimiser", load.steps * self.trained * ADAM_BYTES[how.optimizer_state] / self.rates.copy)
         validations = (1 + min(train.validations, load.steps)) * load.held_scale
-        found += validations * self.top(load.validation(how.micro_batch_tokens), False)
+        total_s += validations * self.top(load.validation(how.micro_batch_tokens), False)
         state = state_bytes(recipe)
-        # the first, the last, and the best after about half of the validations
+        # first, last, and best weights, assumed at half of the validations
         written = self.trained * (4 + (4 + state) + 4 * max(1, train.validations // 2))
-        found += self._add("disk", self.rates.to_disk(written))
-        often = found // max(how.checkpoint_s, 1.0)  # never more than 2 % of the time
-        found += self._add("disk", min(0.02 * found, often * self.rates.to_disk(self.trained * (4 + state))))
-        return found + self._add("reading the model", self.shape.file_bytes / HASH_BYTES)
+        total_s += self._add("disk", self.rates.to_disk(written))
+        checkpoints = total_s // max(how.checkpoint_s, 1.0)  # at most 2 % of the time
+        total_s += self._add("disk", min(0.02 * total_s, checkpoints * self.rates.to_disk(self.trained * (4 + state))))
+        return total_s + self._add("reading the model", self.shape.file_bytes / HASH_BYTES)
 
     def _export_stage(self) -> float:
         shape, load = self.shape, self.load
         weights = shape.depth * shape.block_parameters
         tokens = min(VERIFY_ROWS, load.heldout_rows or VERIFY_ROWS) * load.longest
-        found = self.trained / PACK_VALUES + self._add("disk", self.rates.to_disk(self.spec.exported_bytes))
-        found += 2.0 * weights * tokens / self.rates.fp32 * (1 / PRODUCTS + 1 / LLAMA)
-        return found + weights * WEIGHT_BYTES / self.rates.copy
+        seconds = self.trained / PACK_VALUES + self._add("disk", self.rates.to_disk(self.spec.exported_bytes))
+        seconds += 2.0 * weights * tokens / self.rates.fp32 * (1 / PRODUCTS + 1 / LLAMA)
+        return seconds + weights * WEIGHT_BYTES / self.rates.copy
 
     def _eval_stage(self) -> float:
         shape, load, rows = self.shape, self.load, min(self.recipe.eval.rows, self.load.heldout_rows)

@@ -1,6 +1,6 @@
 """The shape of a model: its sizes, and the bytes of each of its tensors.
 
-Read from a header or a configuration alone; no weight is read.
+Read from a GGUF header or a Hugging Face configuration; no weight is read.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from edgeft.formats.source import is_gguf
 if TYPE_CHECKING:
     from edgeft.methods.scheme import Scheme
 
-STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 256}  # AdamW's moments of a trained number; 8bit: with scales
-# Work of unpacking a value by ggml, as operations of a float32 product in the same time; measured with AVX-512
+STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 256}  # AdamW's moments, per parameter; 8bit: with scales
+# Cost of unpacking a value with ggml, as FLOPs of a float32 GEMM in the same time; measured with AVX-512
 UNPACK_FLOPS = {"iq": 290.0, "q2_k": 100.0, "q3_k": 100.0, "q5_k": 100.0, "q6_k": 100.0, "": 27.0}
 
 
 @dataclass(frozen=True)
 class Shape(Sizes):
-    """What memory and time depend on, of any model."""
+    """Everything about a model that memory and time depend on."""
 
     arch: Architecture
     gate: str  # the activation between gate and up
-    file_bytes: int = 0  # packed weights as they lie in memory, or are mapped
-    header_bytes: int = 0  # of a GGUF file: keys, and the vocabulary among them
-    lean: bool = False  # the kernels run it without transformers
-    blocks: tuple[tuple[int, ...], ...] = ()  # packed bytes of each linear, by block, in the order of `arch.linears`
+    file_bytes: int = 0  # packed weights, in memory or mapped
+    header_bytes: int = 0  # of a GGUF file: metadata, including the vocabulary
+    lean: bool = False  # runs without transformers
+    blocks: tuple[tuple[int, ...], ...] = ()  # packed bytes by block and linear, in the order of `arch.linears`
     embedding_bytes: int = 0
     head_bytes: int = 0  # 0: the head is the embedding
-    kernel_types: bool = True  # the kernels unpack every linear themselves
-    unpack_flops: float = 0.0  # of a value that ggml unpacks, on average
-    slow_types: bool = False  # llama.cpp multiplies some of them slowly, see evaluate/fast_types.py
-    mapped: bool = False  # weights are read from a mapped GGUF file
-    dense: bool = False  # frozen weights are unpacked to float32 when they are loaded
+    kernel_types: bool = True  # the kernels can unpack every linear
+    unpack_flops: float = 0.0  # per value unpacked by ggml, on average
+    slow_types: bool = False  # some types are slow in llama.cpp, see llamacpp.with_fast_types
+    mapped: bool = False  # weights are in a mapped GGUF file
+    dense: bool = False  # frozen weights are unpacked to float32 at load
 
     def linear(self, tensor: str) -> tuple[int, int]:
         """(outputs, inputs)."""
@@ -64,7 +64,7 @@ class Shape(Sizes):
 
 
 def shape_of_config(arch: Architecture, config: Any, file_bytes: int = 0) -> Shape:
-    """From transformers' configuration of a model."""
+    """From a transformers configuration."""
     gate = getattr(config, "hidden_act", arch.gate)
     return Shape(**vars(arch.sizes(config)), arch=arch, gate=gate, file_bytes=file_bytes)
 
@@ -115,8 +115,8 @@ def _of_folder(source: str, frozen: str) -> Shape:
 
     arch, config = read_config(resolve(source))
     shape = shape_of_config(arch, config)
-    each = {"dense": 4.0, "int8": 1.01}.get(frozen, 0.57)  # bytes a value; nf4 with its scales
-    sizes = tuple(int(each * rows * cols) for _, rows, cols in shape.linears())
+    value_bytes = {"dense": 4.0, "int8": 1.01}.get(frozen, 0.57)  # bytes per value; nf4 with its scales
+    sizes = tuple(int(value_bytes * rows * cols) for _, rows, cols in shape.linears())
     table = 2 * shape.vocabulary * shape.width  # as stored, in 16 bits
     head = 0 if getattr(config, "tie_word_embeddings", False) else table
     return dataclasses.replace(
@@ -130,7 +130,7 @@ def _of_folder(source: str, frozen: str) -> Shape:
 
 
 def trained_tensors(shape: Shape, scheme: Scheme) -> list[int]:
-    """Numbers in every trained tensor."""
+    """Parameters in each trained tensor."""
     sizes = [norm.size(shape) for block in scheme.blocks if block in scheme.norms for norm in shape.arch.norms]
     for block in scheme.blocks:
         for tensor, rows, cols in shape.linears():
@@ -149,7 +149,7 @@ def trained_parameters(shape: Shape, scheme: Scheme) -> int:
 def exported_bytes(shape: Shape, scheme: Scheme, type_name: str) -> int:
     """Of the exported GGUF file."""
     check_type(type_name)
-    if not shape.mapped:  # in 16 bits, and the base is converted first
+    if not shape.mapped:  # 16 bits, plus the converted base
         return 2 * 2 * (shape.depth * shape.block_parameters + 2 * shape.vocabulary * shape.width)
     total = shape.header_bytes + shape.file_bytes
     for block, tensor in scheme.shares:

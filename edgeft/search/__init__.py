@@ -1,1 +1,1 @@
-"""What to update, found from the rows: contributions, costs, evolution."""
+"""Searches for what to train on given rows: contributions, costs, evolution."""

@@ -1,6 +1,6 @@
 """The search: contributions, budgets, and the scheme that gains most within them.
 
-Inside a run its outcome is search.json, and the recipe stays as it is.
+Inside a run its result is search.json; the recipe is not changed.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.search import evolve
 from edgeft.search.costs import Costs
-from edgeft.search.evolve import SHARES, Floats, Found, Ints, Problem
-from edgeft.search.files import WAYS, Budget, finite
-from edgeft.search.measure import Measurements, first_of, search_entry, search_key
+from edgeft.search.evolve import SHARES, Floats, Ints, Problem, SearchResult
+from edgeft.search.files import SEARCHED_OPTIONS, Budget, finite
+from edgeft.search.measure import Measurements, first_order_gain, search_entry, search_key
 
 if TYPE_CHECKING:
     from edgeft.search.contribution import FirstOrder
 
 
-# Of the depth, from below: stays frozen. All that a model can do is built on its first blocks, and what runs only once
-# costs little. Banking77, one epoch, where they may be chosen: loss 0.241, ARC-Easy 49.8 %; frozen: 0.212, 53.5 %.
+# Share of the depth, from the first block, that stays frozen: everything depends on these blocks, and a trunk that runs
+# only once is cheap. Banking77, one epoch: loss 0.241, ARC-Easy 49.8 % if they may be trained; 0.212, 53.5 % if frozen.
 FROZEN = 0.1
-TRIES = 8  # times that a budget is tightened because parts cost more together than one by one
-SLACK = 1.05  # by so many times what was too much; doubled each time
-# Of what a block brings, where a run's own search may cost as much as the rule: a little of many blocks, loss 0.212 on
-# Banking77. In 1 GiB the plain sum, which leads to fewer blocks, did better: 0.235 against 0.294 (SQuAD 0.719, 0.703).
+TRIES = 8  # attempts, each with a tighter budget, when parts cost more together than separately
+SLACK = 1.05  # a budget is tightened by this much of the excess; doubled each time
+# Exponent of a block's gain in a run's own search, which may cost as much as the rule: a little of many blocks, loss
+# 0.212 on Banking77. In 1 GiB 1.0, which favours fewer blocks, was better: 0.235 against 0.294 (SQuAD 0.719, 0.703).
 POWER = 0.7
-FOUND = "found by the search"  # why a run trains what it trains
+FOUND = "found by the search"  # reason recorded with a run
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,20 @@ class SearchRequest:
     recipe: Recipe
     budget: Budget
     seed: int
-    device: Device | None = None  # that will train; None: this machine
-    again: bool = False  # contributions are computed again, even where they are cached
-    within: bool = False  # it may not take more memory than the recipe's own scheme, either
+    device: Device | None = None  # to train on; None: this machine
+    again: bool = False  # ignore cached contributions
+    cap_at_recipe: bool = False  # also limit memory to that of the recipe's own scheme
 
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """All that is known before the evolution."""
+    """Input of the evolution."""
 
     seed: int
     budget: Budget
     costs: Costs
     problem: Problem
-    numbers: dict[str, Any]  # of how it came about
+    numbers: dict[str, Any]  # reported with the result
 
     def scheme(self, entries: list[PartConfig]) -> Scheme:
         return schemes.make(UpdateConfig(parts=entries), self.costs.shape.depth, self.costs.shape.arch)
@@ -80,7 +80,7 @@ def build_problem(
     recipe, budget = request.recipe, request.budget
     if not methods.get(recipe.update.method).partial:
         raise ConfigError(
-            f"a search finds what `update.method: sparse` trains, and this recipe says `{recipe.update.method}`",
+            f"search works with `update.method: sparse`; this recipe has `{recipe.update.method}`",
             "search from `--recipe sparse-bp`",
         )
     source = model_source(recipe.model.path)
@@ -91,66 +91,66 @@ def build_problem(
             entry.note_file.unlink(missing_ok=True)
         worker = Measurements(recipe, source, shape, sample, entry, progress)
         costs = worker.costs(train, heldout, request.device)
-        own = costs.of(schemes.make(recipe.update, shape.depth, shape.arch), costs.ways[0], budget.memory_bytes)
+        baseline = costs.of(schemes.make(recipe.update, shape.depth, shape.arch), costs.options[0], budget.memory_bytes)
         budget = replace(
             budget,
-            memory_bytes=min(budget.memory_bytes, float(own[0]) if request.within else math.inf),
-            time_s=budget.time_s if math.isfinite(budget.time_s) else float(own[1]),
+            memory_bytes=min(budget.memory_bytes, float(baseline[0]) if request.cap_at_recipe else math.inf),
+            time_s=budget.time_s if math.isfinite(budget.time_s) else float(baseline[1]),
         )
-        _refuse(costs, budget)
+        _check_budget(costs, budget)
         problem = costs.problem(np.array([budget.memory_bytes, budget.time_s]))
         first = worker.first_order()
         trials = worker.measure(first, budget.measure_s)
-        worker.inputs.drop()  # large, and made from the user's rows; numbers stay
+        worker.inputs.delete()  # large, and derived from the user's rows
     rates = Schedule(len(train), recipe.train, shape.width)
-    gain, small = _values(first, rates)
-    power, lowest = POWER if request.within else 1.0, round(FROZEN * shape.depth)
-    problem = replace(problem, gain=gain, small_gain=small, power=power, lowest=lowest)
+    gain, bias_gain = _gains(first, rates)
+    power, first_block = POWER if request.cap_at_recipe else 1.0, round(FROZEN * shape.depth)
+    problem = replace(problem, gain=gain, bias_gain=bias_gain, power=power, first_block=first_block)
     numbers = {
         "model": Path(source).name,
         "sample": sample.sizes(),
         "budget": {name: finite(value) for name, value in asdict(budget).items()},
         "measured": trials,
-        "rank_correlation": finite(_judge(first, trials, rates)),
+        "rank_correlation": finite(_rank_correlation(first, trials, rates)),
         "contribution": gain[:, :, -1].tolist(),
-        "contribution_biases": small.tolist(),
+        "contribution_biases": bias_gain.tolist(),
     }
     return SearchProblem(request.seed, budget, costs, problem, numbers)
 
 
-def find(search: SearchProblem, compare: bool = True) -> dict[str, Any]:
-    """The best scheme, as numbers and names alone; compare: beside the results of other search methods."""
+def solve(search: SearchProblem, compare: bool = True) -> dict[str, Any]:
+    """The best scheme as JSON; compare: with the results of other search methods."""
     best, compared = _evolve(search, compare)
-    asked, how = search.costs.ways[0], search.costs.ways[best.way]
+    request, how = search.costs.options[0], search.costs.options[best.option]
     entries = parts(best.level, best.biased, search.costs.shape.arch)
-    scheme, every = search.scheme(entries), search.problem.every()
-    need = search.costs.of(scheme, how, search.budget.memory_bytes)
+    scheme, total_gain = search.scheme(entries), search.problem.total_gain()
+    cost = search.costs.of(scheme, how, search.budget.memory_bytes)
     return {
         **search.numbers,
         "shares": [[SHARES[place] for place in row] for row in best.level],
         "biased_blocks": best.biased,
         "cut": scheme.cut,
         "trained_parameters": plan.trained_parameters(search.costs.shape, scheme),
-        "how": {name: getattr(how, name) for name in WAYS if getattr(how, name) != getattr(asked, name)},
+        "how": {name: getattr(how, name) for name in SEARCHED_OPTIONS if getattr(how, name) != getattr(request, name)},
         "parts": [asdict(part) for part in entries],
         "gain": best.gain,
-        "gain_share": best.gain / every if every else 0.0,
-        "all_gain": every,
-        "peak_bytes": int(need[0]),
-        "seconds": float(need[1]),
+        "gain_share": best.gain / total_gain if total_gain else 0.0,
+        "all_gain": total_gain,
+        "peak_bytes": int(cost[0]),
+        "seconds": float(cost[1]),
         "compared": compared,
         "seed": search.seed,
     }
 
 
-def _least(costs: Costs) -> Scheme:
-    """A few channels of one small tensor of the last block."""
+def _smallest_scheme(costs: Costs) -> Scheme:
+    """A few channels of the smallest tensor of the last block."""
     return Scheme(methods.SPARSE, {(costs.shape.depth - 1, "k"): SHARES[1]})
 
 
-def _refuse(costs: Costs, budget: Budget) -> None:
-    """DoesNotFitError where not even the least can be trained."""
-    needs = np.array([costs.of(_least(costs), how, budget.memory_bytes) for how in costs.ways])
+def _check_budget(costs: Costs, budget: Budget) -> None:
+    """DoesNotFitError if not even the smallest scheme fits."""
+    needs = np.array([costs.of(_smallest_scheme(costs), how, budget.memory_bytes) for how in costs.options])
     if (needs <= [budget.memory_bytes, budget.time_s]).all(1).any():
         return
     least_bytes, least_s = needs.min(0)
@@ -165,47 +165,45 @@ def _refuse(costs: Costs, budget: Budget) -> None:
     )
 
 
-def _judge(first: FirstOrder, trials: list[dict[str, Any]], rates: Schedule) -> float:
-    """The rank correlation of the first order and what was measured, of tensors."""
+def _rank_correlation(first: FirstOrder, trials: list[dict[str, Any]], rates: Schedule) -> float:
+    """Of first-order and measured gains of tensors."""
     from edgeft.search.contribution import rank_correlation
 
     for trial in trials:
-        trial["first_order"] = first_of(trial, first, rates)
+        trial["first_order"] = first_order_gain(trial, first, rates)
     tensors = [trial for trial in trials if trial["tensor"] is not None]
     return rank_correlation([trial["first_order"] for trial in tensors], [trial["gain"] for trial in tensors])
 
 
-def _values(first: FirstOrder, rates: Schedule) -> tuple[Floats, Floats]:
-    """(gain (depth, tensors, shares), gain of biases and norms (depth,)), by the first order.
+def _gains(first: FirstOrder, rates: Schedule) -> tuple[Floats, Floats]:
+    """First-order gains (depth, tensors, shares), and of biases and norms (depth,).
 
-    Trials judge it and do not replace it: a tensor that is tuned alone runs dry within a few steps, as it does not
-    among others. With gains corrected by trials, what was found for Banking77 came to a loss of 0.276 instead of 0.235.
+    Trials validate them and do not replace them: a tensor tuned alone saturates within a few steps, but not among
+    others. With gains corrected by trials, the scheme found for Banking77 reached a loss of 0.276 instead of 0.235.
     """
-    weights, small = rates.peak * first.weights, rates.bias_peak * (first.biases.sum(1) + first.norms)
-    return np.concatenate([np.zeros((*weights.shape[:2], 1)), weights], axis=2), small
+    weights, bias_gain = rates.peak * first.weights, rates.bias_peak * (first.biases.sum(1) + first.norms)
+    return np.concatenate([np.zeros((*weights.shape[:2], 1)), weights], axis=2), bias_gain
 
 
-def _evolve(search: SearchProblem, compare: bool) -> tuple[Found, dict[str, Any]]:
-    """(the best scheme that keeps the budgets by the plan of the whole, the results of other search methods)."""
+def _evolve(search: SearchProblem, compare: bool) -> tuple[SearchResult, dict[str, Any]]:
+    """(the best scheme whose plan as a whole is within the budgets, the results of other search methods)."""
     problem, budget, costs = search.problem, search.problem.budget, search.costs
     for number in range(TRIES):
-        if (problem.first_cuts() == problem.depth).all():
+        if (problem.lowest_cuts() == problem.depth).all():
             break
         start = evolve.greedy(problem)
         best = evolve.evolve(problem, search.seed, start)
         scheme = search.scheme(parts(best.level, best.biased, costs.shape.arch))
-        over = costs.of(scheme, costs.ways[best.way], budget[0]) - budget
+        over = costs.of(scheme, costs.options[best.option], budget[0]) - budget
         if (over <= 0).all():
             return best, _compared(problem, best, start, search.seed, compare)
         tighter = np.minimum(problem.budget, [best.bytes, best.seconds]) - SLACK * 2**number * over
         problem = replace(problem, budget=np.where(over > 0, tighter, problem.budget))
-    raise DoesNotFitError(
-        "nothing worth while was found within the budgets", "allow somewhat more memory (--memory) or time (--time)"
-    )
+    raise DoesNotFitError("no scheme was found within the budgets", "allow more memory (--memory) or time (--time)")
 
 
-def _compared(problem: Problem, best: Found, start: evolve.Schemes, seed: int, compare: bool) -> dict[str, Any]:
-    """The results of other search methods; start: greedy's answer."""
+def _compared(problem: Problem, best: SearchResult, start: evolve.Schemes, seed: int, compare: bool) -> dict[str, Any]:
+    """The results of other search methods; start: greedy's result."""
     last, last_gain = _last_blocks(problem)
     compared = {
         "evaluations": best.evaluations,
@@ -216,42 +214,42 @@ def _compared(problem: Problem, best: Found, start: evolve.Schemes, seed: int, c
         "history": best.history,
     }
     if compare:
-        compared["evolution_alone"] = evolve.evolve(problem, seed).gain  # without greedy's answer to begin with
+        compared["evolution_alone"] = evolve.evolve(problem, seed).gain  # without greedy's result as a start
         compared["random"] = evolve.random_search(problem, best.evaluations, seed).gain
     return compared
 
 
 def _last_blocks(problem: Problem) -> tuple[int, float]:
-    """(how many of the last blocks could be trained whole within the budgets, what that would bring)."""
+    """(number of last blocks that can be trained in full within the budgets, their gain)."""
     depth, tensors = problem.gain.shape[:2]
-    ways = np.arange(len(problem.fixed))
+    options = np.arange(len(problem.fixed))
     for count in range(depth, 0, -1):
-        level = np.zeros((len(ways), depth, tensors), np.int64)
-        level[:, depth - count :] = evolve.TOP
-        nothing, cut = np.zeros(len(ways), np.int64), np.full(len(ways), depth - count)
-        gains, costs = evolve.score(problem, evolve.Schemes(level, nothing, cut, ways))
+        level = np.zeros((len(options), depth, tensors), np.int64)
+        level[:, depth - count :] = evolve.MAX_LEVEL
+        no_biases, cut = np.zeros(len(options), np.int64), np.full(len(options), depth - count)
+        gains, costs = evolve.score(problem, evolve.Schemes(level, no_biases, cut, options))
         if (costs <= problem.budget).all(1).any():
             return count, float(gains[0])
     return 0, 0.0
 
 
 def parts(level: Ints, biased: int, arch: Architecture) -> list[PartConfig]:
-    """A scheme as few entries of `update.parts`: tensors with the same blocks and share stand together."""
+    """A scheme as `update.parts`: one entry for tensors with the same blocks and share."""
     depth = len(level)
     entries: list[PartConfig] = []
-    if biased:  # first, since a later entry counts where two name the same tensor
-        able = list(arch.biases)
-        entries.append(PartConfig(ranges(range(depth - biased, depth)), able, 0.0, bool(able), True))
+    if biased:  # first, since later entries override earlier ones
+        with_bias = list(arch.biases)
+        entries.append(PartConfig(ranges(range(depth - biased, depth)), with_bias, 0.0, bool(with_bias), True))
     groups: dict[tuple[int, bool, tuple[int, ...]], list[str]] = {}
     for column, tensor in enumerate(TENSORS):
-        for place in range(1, len(SHARES)):
-            blocks = np.flatnonzero(level[:, column] == place)
+        for index in range(1, len(SHARES)):
+            blocks = np.flatnonzero(level[:, column] == index)
             for bias in (False, True):
-                inside = (blocks >= depth - biased) & (tensor in arch.biases)
-                if numbers := tuple(blocks[inside == bias].tolist()):
-                    groups.setdefault((place, bias, numbers), []).append(tensor)
-    for (place, bias, numbers), tensors in sorted(groups.items(), key=lambda item: (item[0][2], -item[0][0])):
-        entries.append(PartConfig(ranges(numbers), tensors, SHARES[place], bias, False))
+                has_bias = (blocks >= depth - biased) & (tensor in arch.biases)
+                if numbers := tuple(blocks[has_bias == bias].tolist()):
+                    groups.setdefault((index, bias, numbers), []).append(tensor)
+    for (index, bias, numbers), tensors in sorted(groups.items(), key=lambda item: (item[0][2], -item[0][0])):
+        entries.append(PartConfig(ranges(numbers), tensors, SHARES[index], bias, False))
     return entries
 
 
@@ -269,7 +267,7 @@ def ranges(blocks: Sequence[int]) -> list[Any]:
 def use_rule_if_cheaper(
     run: Run, recipe: Recipe, rows: Sequence[Encoded], heldout: Sequence[Encoded], progress: Progress
 ) -> None:
-    """Skips the search where it would take longer than training; the default blocks are trained."""
+    """Skips the search if it would take longer than training: the default blocks are trained."""
     update, passes = recipe.update, Schedule(len(rows), recipe.train).passes
     train, held = (len(Forest(side, share=recipe.how.tree)) for side in (rows, heldout))
     if not update.needs_search or search_pays(train, held, passes):
@@ -282,30 +280,30 @@ def use_rule_if_cheaper(
 
 
 def search_for_run(run: Run, recipe: Recipe, budget_bytes: int, progress: Progress) -> None:
-    """Finds what the run trains, by first-order contributions alone, and writes search.json.
+    """Searches for what the run trains, by first-order contributions alone, and writes search.json.
 
-    It may cost as much as blocks `10%-67%` would, and no more than the device has.
+    The scheme may cost as much as blocks `10%-67%`, within the limits of the device.
     """
     rows, heldout = data_tokens.load(run.tokens, texts=False)
-    request = SearchRequest(recipe, Budget(budget_bytes or math.inf), recipe.train.seed, within=True)
-    outcome = find(build_problem(request, rows, heldout, progress), compare=False)
-    run.write_json(run.searched, outcome)
+    request = SearchRequest(recipe, Budget(budget_bytes or math.inf), recipe.train.seed, cap_at_recipe=True)
+    result = solve(build_problem(request, rows, heldout, progress), compare=False)
+    run.write_json(run.searched, result)
     progress.line(
-        f"search: {outcome['trained_parameters'] / 1e6:.2f} M parameters from block {outcome['cut']} on, "
-        f"{outcome['gain_share']:.0%} of what training everything would bring"
+        f"search: {result['trained_parameters'] / 1e6:.2f} M parameters from block {result['cut']} on, "
+        f"{result['gain_share']:.0%} of the gain of full training"
     )
 
 
 def apply_search(run: Run, recipe: Recipe) -> tuple[Recipe, str]:
-    """(the recipe with what search.json says filled in, why)."""
+    """(the recipe with the result of search.json applied, the reason)."""
     from edgeft.search.contribution import CHOOSE
 
-    outcome = run.read_json(run.searched) if recipe.update.blocks == "auto" else None
-    if outcome is None:
+    result = run.read_json(run.searched) if recipe.update.blocks == "auto" else None
+    if result is None:
         return recipe, "as asked"
-    entries = [config.build(PartConfig, part) for part in outcome["parts"]]
-    if "skipped" in outcome:
-        return replace(recipe, update=replace(recipe.update, parts=entries)), outcome["skipped"]
+    entries = [config.build(PartConfig, part) for part in result["parts"]]
+    if "skipped" in result:
+        return replace(recipe, update=replace(recipe.update, parts=entries)), result["skipped"]
     update = replace(recipe.update, choose=CHOOSE, parts=entries)
-    how = replace(recipe.how, **outcome["how"])
+    how = replace(recipe.how, **result["how"])
     return replace(recipe, update=update, how=how), FOUND

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgeft.config import UpdateConfig, format_count, format_duration, format_size
-from edgeft.plan.memory import GIVES_WAY, TERMS
+from edgeft.plan.memory import EVICTABLE, TERMS
 
 COLOURS = ("white", "blue", "green", "yellow", "magenta", "red", "cyan", "bright_black", "bright_blue", "bright_green")
 MARKS = "█▓▒░▉▊▋▌▍▎"  # neighbours differ without colour, too
@@ -38,7 +38,7 @@ def _table(plan: dict[str, Any]) -> Table:
     totals = [(format_size(stage["bytes"]), name == plan["peak_stage"]) for name, stage in stages.items()]
     table.add_row(Text("total", style="bold"), *(Text(size, style="bold" if peak else "") for size, peak in totals))
     table.add_row(
-        f"{GIVES_WAY}, evictable", *(format_size(n) if (n := s["terms"][GIVES_WAY]) else "" for s in stages.values())
+        f"{EVICTABLE}, evictable", *(format_size(n) if (n := s["terms"][EVICTABLE]) else "" for s in stages.values())
     )
     if plan["seconds"] is not None:
         table.add_row("time", *(format_duration(stage["seconds"]) for stage in stages.values()))

@@ -27,12 +27,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     args = parser.parse_args()
     recipe = args.search.with_name(args.search.name.removesuffix(".search.json") + ".yaml")
-    asked = files.Files(recipe).start(resume=True)
-    assert asked is not None
-    _, train, heldout, _ = prepare.encode(asked.recipe)
-    request = SearchRequest(asked.recipe, asked.budget, asked.seed)
-    posed = build_problem(request, train, heldout, Progress())
-    problem, every = posed.problem, posed.problem.every()
+    saved = files.Files(recipe).start(resume=True)
+    assert saved is not None
+    _, train, heldout, _ = prepare.encode(saved.recipe)
+    request = SearchRequest(saved.recipe, saved.budget, saved.seed)
+    search = build_problem(request, train, heldout, Progress())
+    problem, total_gain = search.problem, search.problem.total_gain()
     start = evolve.greedy(problem)
     greedy = float(evolve.score(problem, start)[0][0])
     rows = []
@@ -47,10 +47,10 @@ def main() -> None:
                 "seed": seed,
                 "evaluations": best.evaluations,
                 "seconds": round(seconds, 2),
-                "evolution": best.gain / every,
-                "alone": alone.gain / every,
-                "random": chance.gain / every,
-                "greedy": greedy / every,
+                "evolution": best.gain / total_gain,
+                "alone": alone.gain / total_gain,
+                "random": chance.gain / total_gain,
+                "greedy": greedy / total_gain,
             }
         )
     names = ("evolution", "alone", "random", "greedy")
