@@ -294,7 +294,7 @@ def test_pipes_and_devices_are_no_models(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert not is_gguf(tmp_path / "pipe")
     for path in (tmp_path / "pipe.gguf", Path("/dev/zero")):
-        with pytest.raises(ModelError, match="no regular file"):
+        with pytest.raises(ModelError, match="not a regular file"):
             GGUF.open(path)
 
 

@@ -105,6 +105,6 @@ def test_a_run_of_an_earlier_version_is_exported_and_resumed(three_blocks: Path,
     said = Lines()
     again = Run.start(run.path, earlier.recipe, True)
     stages.train(again, said)
-    assert any("going on after step 3" in line for line in said.lines)
+    assert any("resumed after step 3" in line for line in said.lines)
     assert all(value.equal(weights[name]) for name, value in last_checkpoint(run).items())
     assert again.record.is_file()

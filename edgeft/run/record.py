@@ -1,4 +1,4 @@
-"""The record of a run: what was asked, what planner, search and engine chose, and why.
+"""The record of a run: the recipe as asked, what planner, search and engine chose, and why.
 
 It is written once, before training; every later stage reads it. What changes later is an event in metrics.jsonl.
 """
@@ -20,17 +20,17 @@ BEFORE = "recorded by an earlier version, without reasons"
 
 @dataclass(frozen=True)
 class Allowance:
-    """What the user lets a run use."""
+    """Resources that the user allows a run."""
 
     device: str = "auto"  # name of the device profile
-    budget_bytes: int = 0  # 0: no limit, nothing is planned
-    fit: bool = False  # the run may learn less to fit
+    budget_bytes: int = 0  # 0: no limit, no plan
+    fit: bool = False  # the run may train less to fit
 
 
 @dataclass(frozen=True)
 class EngineChoice:
     kernels: bool  # False: plain torch
-    half: bool  # products of bf16 operands
+    half: bool  # bf16 GEMMs
     why: str = ""
 
 
@@ -55,19 +55,19 @@ class Resolved:
             values["engine"] = EngineChoice(**values["engine"])
             return Resolved(**values)
         except (ConfigError, KeyError, TypeError) as error:
-            hint = "start another run: nobody can say what this one was"
+            hint = "start another run: the settings of this one are lost"
             raise DamagedError(f"{path} is damaged: {error}", hint) from None
 
 
 def read_engine(path: Path) -> EngineChoice | None:
-    """`engine.json`, as the search's cache keeps it."""
+    """`engine.json`, as in the cache of the search."""
     values = read_json(path) or {}
     kernels, half = values.get("kernels"), values.get("half", False)
     return EngineChoice(kernels, half, BEFORE) if isinstance(kernels, bool) and isinstance(half, bool) else None
 
 
 def of_earlier_version(folder: Path, recipe: Recipe) -> Resolved | None:
-    """From recipe.yaml with `update.parts` filled in, plan.json, search.json and engine.json; None: not begun."""
+    """From recipe.yaml with `update.parts` filled in, plan.json, search.json and engine.json; None: not started."""
     engine = read_engine(folder / "engine.json")
     if engine is None and not (folder / "best.safetensors").is_file():
         return None
@@ -83,5 +83,5 @@ def of_earlier_version(folder: Path, recipe: Recipe) -> Resolved | None:
 
 
 def search_figures(search: dict[str, Any]) -> dict[str, Any]:
-    """What of search.json the record keeps."""
+    """The part of search.json that the record keeps."""
     return {key: search[key] for key in ("trained_parameters", "cut", "gain_share", "peak_bytes") if key in search}
