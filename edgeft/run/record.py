@@ -5,8 +5,9 @@ It is written once, before training; every later stage reads it. What changes la
 
 from __future__ import annotations
 
+import typing
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,24 @@ class Resolved:
     @staticmethod
     def read(path: Path) -> Resolved:
         try:
-            values = read_json(path) or {}
-            for key in ("asked", "recipe"):
-                values[key] = config.build(Recipe, values[key], recorded=True)
-            values["engine"] = EngineChoice(**values["engine"])
-            return Resolved(**values)
-        except (ConfigError, KeyError, TypeError) as error:
+            values = _require(Resolved, read_json(path), "the record")
+            _require(EngineChoice, values["engine"], "`engine`")
+            asked, recipe = (config.build(Recipe, values.pop(key), recorded=True) for key in ("asked", "recipe"))
+            empty = Resolved(asked, recipe, "", 0, EngineChoice(kernels=False, half=False), "", "")
+            return typing.cast(Resolved, config.build(Resolved, values, base=empty))
+        except ConfigError as error:
             hint = "start another run: the settings of this one are lost"
             raise DamagedError(f"{path} is damaged: {error}", hint) from None
+
+
+def _require(cls: type[Any], values: Any, name: str) -> dict[str, Any]:
+    """`values`, if it is a table with every field of `cls` that has no default."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} is not a table of keys")
+    for f in fields(cls):
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
+            raise ConfigError(f"{name} has no `{f.name}`")
+    return values
 
 
 def read_engine(path: Path) -> EngineChoice | None:
@@ -78,8 +89,9 @@ def of_earlier_version(folder: Path, recipe: Recipe) -> Resolved | None:
         how = config.build(ExecutionConfig, planned.get("how") or {}, "how", how, recorded=True)
     compiled, products = "on" if engine.kernels else "off", "bf16" if engine.half else "fp32"
     effective = replace(recipe, how=replace(how, compile=compiled, products=products))
-    budget, figures = planned.get("budget_bytes") or 0, search_figures(search)
-    return Resolved(recipe, effective, "unknown", int(budget), engine, BEFORE, BEFORE, search=figures)
+    budget = planned.get("budget_bytes")
+    known = budget if isinstance(budget, int) else 0
+    return Resolved(recipe, effective, "unknown", known, engine, BEFORE, BEFORE, search=search_figures(search))
 
 
 def search_figures(search: dict[str, Any]) -> dict[str, Any]:
