@@ -70,7 +70,7 @@ CASES: list[Case] = [
     ),
     ("model folder without weights", lambda t, m: ["--model", str(empty(t / "hf")), "--until", "train"], 5, "hf"),
     ("nf4 for a packed file", lambda t, m: ["--set", "model.frozen=nf4", "--until", "train"], 5, "packed already"),
-    ("folder in the way", lambda t, m: ["--out", str(taken(t / "taken"))], 6, "no run folder"),
+    ("folder in the way", lambda t, m: ["--out", str(taken(t / "taken"))], 6, "not a run folder"),
     ("nothing to resume", lambda t, m: ["--resume", "--out", str(t / "none")], 6, "no run in"),
 ]
 
@@ -138,9 +138,9 @@ def test_a_typo_leaves_no_folder_behind(tmp_path: Path) -> None:
     [
         (["eval", "nowhere"], 5, "no model at"),
         (["eval", "nowhere.gguf"], 5, "no model file"),
-        (["export", "nowhere"], 6, "no run folder"),
+        (["export", "nowhere"], 6, "not a run folder"),
         (["chat", "nowhere.gguf"], 5, "no model file"),
-        (["chat", "."], 6, "no run folder"),
+        (["chat", "."], 6, "not a run folder"),
         (["knobs", "warmups"], 2, "did you mean `warmup`?"),
         (["knobs", "qqqq"], 2, "`edgeft knobs` lists all"),
         (["runs", "rm"], 2, "needs the runs to delete"),

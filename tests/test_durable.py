@@ -117,7 +117,7 @@ def test_a_run_goes_on_from_damaged_files_to_the_same_weights(three_blocks: Path
     said = Lines()
     stages.train(again(whole), said)
     assert any("step-00000008.safetensors is damaged: its checksum is wrong" in line for line in said.lines)
-    assert any("going on after step 7" in line for line in said.lines)
+    assert any("resumed after step 7" in line for line in said.lines)
     assert [e["file"] for e in whole.events() if e["event"] == "damaged"] == ["step-00000008.safetensors"]
     assert same(last(whole), wanted)
     assert same(checkpoint.read(whole.best)[0], best[0])
@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_damaged_files_to_the_same_weights(three_blocks: Path
     whole.best.write_bytes(whole.best.read_bytes()[:-1])  # the last checkpoint is of the same step
     said = Lines()
     build.trained_stack(whole, said)
-    assert "made again from the checkpoint of step 8" in said.lines[-1]
+    assert "restored from the checkpoint of step 8" in said.lines[-1]
     assert same(checkpoint.read(whole.best)[0], best[0])
     assert checkpoint.read(whole.best)[1] == best[1]
 
@@ -262,7 +262,7 @@ def test_several_in_a_row_lead_back_once_at_half_the_rate(
     for stop in (5, 6, 7):  # killed after each of the bad steps, before and after going back
         monkeypatch.undo()
         poison(monkeypatch, {5: math.nan, 6: math.inf, 7: math.nan}, times=1)
-        plain = loop.Trainer._skipped
+        plain = loop.Trainer._skip_step
 
         def skipped(self: loop.Trainer, loss: float, norm: float, stop: int = stop, plain: Any = plain) -> None:
             at = self.step
@@ -272,11 +272,11 @@ def test_several_in_a_row_lead_back_once_at_half_the_rate(
                     self.save()
                 raise Killed
 
-        monkeypatch.setattr(loop.Trainer, "_skipped", skipped)
+        monkeypatch.setattr(loop.Trainer, "_skip_step", skipped)
         broken = start(tmp_path / f"killed-{stop}", three_blocks)
         with pytest.raises(Killed):
             stages.train(broken, Progress())
-        monkeypatch.setattr(loop.Trainer, "_skipped", plain)
+        monkeypatch.setattr(loop.Trainer, "_skip_step", plain)
         stages.train(again(broken), Progress())
         assert same(last(broken), wanted), stop
         assert same(checkpoint.read(broken.best)[0], checkpoint.read(run.best)[0])
@@ -288,11 +288,11 @@ def test_a_rate_that_is_far_too_high_ends_with_an_explanation(three_blocks: Path
         tmp_path / "run", three_blocks, "train.lr=1e30", "train.epochs=9", "train.validations=2", "train.warmup=0"
     )
     said = Lines()
-    with pytest.raises(EdgeftError, match="astray again, at half the learning rate") as caught:
+    with pytest.raises(EdgeftError, match="diverged again, at half the learning rate") as caught:
         stages.train(run, said)
     assert caught.value.exit_code == 1
     assert "--set train.lr=1.25e+29" in caught.value.hint
-    assert "back to the weights of step 0, at half the learning rate" in said.lines
+    assert "rolled back to step 0, at half the learning rate" in said.lines
     assert not run.done.exists()
     json.loads(run.metrics.read_text().splitlines()[-1])
 

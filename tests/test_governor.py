@@ -362,8 +362,8 @@ def test_above_the_limit_it_stops_until_it_is_cool(tmp_path: Path, governed: Cal
         assert 63 < cool <= 65.5
         assert seconds > 15
     lines = control.progress.lines  # type: ignore[attr-defined]
-    assert lines[0] == "pausing: 80 °C is too hot; it goes on at 65 °C"
-    assert lines[1].endswith(" s: going on")
+    assert lines[0] == "pausing: 80 °C is too hot; it resumes at 65 °C"
+    assert lines[1].endswith(" s: resuming")
 
 
 def test_on_battery(tmp_path: Path, governed: Callable[..., Governor]) -> None:
@@ -392,14 +392,14 @@ def test_on_battery(tmp_path: Path, governed: Callable[..., Governor]) -> None:
     becomes(100, capacity=34)  # above the level, but not by enough
     becomes(200, capacity=36)
     control.pause_if_needed()
-    assert control.paused_s["battery"] == pytest.approx(200, abs=governor.LOOK_S + 2)
+    assert control.paused_s["battery"] == pytest.approx(200, abs=governor.SLOW_READ_S + 2)
     tree(plant.root, {f"{SUPPLY}/BAT0/capacity": 12})
     plant.work(20)
     becomes(50, status="Charging\n")  # however low
     control.pause_if_needed()
-    assert control.paused_s["battery"] == pytest.approx(250, abs=2 * governor.LOOK_S + 4)
+    assert control.paused_s["battery"] == pytest.approx(250, abs=2 * governor.SLOW_READ_S + 4)
     lines = control.progress.lines  # type: ignore[attr-defined]
-    assert lines[0].endswith("the battery is being drained, at 29 %; it goes on when it is charged or above 35 %")
+    assert lines[0].endswith("the battery is discharging, at 29 %; it resumes when it is charged or above 35 %")
     assert {e["pausing"] for e in control.run.events() if "pausing" in e} == {"battery"}
 
 
@@ -422,7 +422,7 @@ def test_in_its_windows_only(tmp_path: Path, governed: Callable[..., Governor]) 
 def test_a_pause_ends_when_asked_to_stop(tmp_path: Path, governed: Callable[..., Governor]) -> None:
     plant = Plant(tmp_path / "machine", 10, 25, 60, 0)
     machine(plant.root, 99)
-    control = governed(plant, asked=lambda: plant.now > 60)
+    control = governed(plant, stop_requested=lambda: plant.now > 60)
     plant._pass = lambda seconds, towards: setattr(plant, "now", plant.now + seconds)  # type: ignore[method-assign]
     assert control.pause_if_needed()
     assert 60 < plant.now < 60 + 2 * governor.NAP_S
@@ -440,12 +440,12 @@ def test_the_time_left_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch, capsys
     screen.pause("pausing: too hot")
     now[0] += 3600
     assert screen.clock() == 1020
-    screen.go_on("after 3600 s: going on")
+    screen.resume("after 3600 s: resuming")
     now[0] += 20
     screen.advance(2)
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].endswith("· 1 min 20 s left")
-    assert shown[1:3] == ["pausing: too hot", "after 3600 s: going on"]
+    assert shown[1:3] == ["pausing: too hot", "after 3600 s: resuming"]
     assert shown[3].endswith("· 1 min 0 s left")
 
 
@@ -485,7 +485,7 @@ def test_a_run_with_pauses_learns_the_same_bits(data: Path, tmp_path: Path, monk
     warm = start(tmp_path / "warm", data, *sets)
     stages.train(warm, weather)
     assert weather.paused_after == [5]
-    assert "pausing: 90 °C is too hot; it goes on at 74 °C" in weather.lines
+    assert "pausing: 90 °C is too hot; it resumes at 74 °C" in weather.lines
     losses = [[e["loss"] for e in run.events() if e["event"] == "step"] for run in (calm, warm)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 12
@@ -561,7 +561,7 @@ def test_stopped_in_a_pause_and_resumed(data: Path, tmp_path: Path, edgeft: Edge
     assert time.monotonic() - asked < 10  # not after the pause, which would never end
     assert process.returncode == 130
     assert f"stopped at step {reached} of 120" in stderr.decode()
-    assert "pausing: 88 °C is too hot; it goes on at 74 °C" in stdout.decode()
+    assert "pausing: 88 °C is too hot; it resumes at 74 °C" in stdout.decode()
     again = edgeft("finetune", "--resume", "--out", folder, "--until", "train", "--json")
     assert again.returncode == 0, again.stderr
     result = json.loads(again.stdout)
@@ -585,7 +585,7 @@ def test_options_and_low_priority(data: Path, tmp_path: Path, edgeft: Edgeft) ->
     process.terminate()
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
-    assert f"pausing: it works only {later}" in stdout.decode()
+    assert f"pausing: it runs only {later}" in stdout.decode()
     recipe = Run.open(tmp_path / "run").recipe
     assert (recipe.how.threads, recipe.governor.schedule) == (1, later)
     refused = edgeft("finetune", "--schedule", "tonight", "--out", tmp_path / "none")

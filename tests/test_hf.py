@@ -460,7 +460,7 @@ def test_pre_tokenizers_are_recognised_for_certain_only() -> None:
         [*split(vocabulary.QWEN2_REGEX)[:1], gpt2],
     ]
     for steps in unknown:
-        with pytest.raises(ExportError, match="no certain name"):
+        with pytest.raises(ExportError, match="no known name"):
             name(steps)
 
 
@@ -542,7 +542,7 @@ def test_targets_are_never_overwritten(small: Callable[[str], Path], tmp_path: P
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "mine.txt").write_text("mine")
-    with pytest.raises(ExportError, match="exists already"):
+    with pytest.raises(ExportError, match="already exists"):
         export_hf(str(small("qwen2")), [], taken)
     assert [file.name for file in taken.iterdir()] == ["mine.txt"]
     (tmp_path / "empty").mkdir()

@@ -27,7 +27,7 @@ from edgeft.evaluate.llamacpp import LlamaFile, usable_bytes, with_fast_types
 from edgeft.export.gguf import export_gguf
 from edgeft.export.verify import Reference, compare
 from edgeft.formats import ggml
-from edgeft.formats.gguf import GGUF, let_go
+from edgeft.formats.gguf import GGUF, release_pages
 from edgeft.formats.tokenizer import GgufTokenizer
 from edgeft.host.limit import can_make_group
 from edgeft.methods import scheme
@@ -170,7 +170,7 @@ def test_sparing_memory_changes_no_number_and_keeps_no_weights(model: Path, requ
     before = mapped_bytes(model)
     request.getfixturevalue("sparing")
     stack = load(model)
-    let_go(GGUF.open(model).data)
+    release_pages(GGUF.open(model).data)
     started = mapped_bytes(model)
     found = numbers(stack)
     assert torch.equal(found[0], wanted[0])
@@ -189,13 +189,13 @@ def test_an_export_leaves_no_page_of_its_base(model: Path, tmp_path: Path) -> No
     assert all((made.bytes(name) == base.bytes(name)).all() for name in base.tensors)
 
 
-def test_only_mapped_arrays_are_let_go(tmp_path: Path) -> None:
+def test_only_pages_of_mapped_arrays_are_released(tmp_path: Path) -> None:
     own = np.arange(1 << 16, dtype=np.uint8)
-    let_go(own)
+    release_pages(own)
     assert (own == np.arange(1 << 16, dtype=np.uint8)).all()
     (tmp_path / "file").write_bytes(bytes(range(256)) * 1024)
     mapped = np.memmap(tmp_path / "file", np.uint8, "r")
-    let_go(mapped[100:200_000])
+    release_pages(mapped[100:200_000])
     assert bytes(mapped[:512]) == bytes(range(256)) * 2
 
 
@@ -266,7 +266,7 @@ def test_weights_are_read_where_they_are_used(tmp_path: Path) -> None:
     assert found["a"].data_ptr() == parameters["a"].data_ptr() == place
     assert torch.equal(found["adamw.exp_avg.a"], tensors["adamw.exp_avg.a"])
     assert int(found["adamw.step.a"]) == 7
-    assert checkpoint.read(path, checkpoint.nowhere)[0] == {}
+    assert checkpoint.read(path, checkpoint.skip)[0] == {}
     with pytest.raises(EdgeftError, match=r"a is \[3, 4\] in the checkpoint, and \[4, 3\] in the model"):
         checkpoint.read(path, checkpoint.into({"a": torch.zeros(4, 3)}))
     path.write_bytes(path.read_bytes()[:-4] + b"\1\2\3\4")

@@ -47,7 +47,7 @@ def made_entry(name: str, *users: Path) -> cache.Entry:
     entry.states.write_bytes(bytes(100))
     entry.write_note({"crc32": 1})
     for user in users:
-        cache.remember(entry, user)
+        cache.add_user(entry, user)
     entry.close()
     return entry
 
@@ -117,14 +117,15 @@ def test_what_is_no_run_is_not_taken_away(own: Path, monkeypatch: pytest.MonkeyP
     (mine / "recipe.yaml").write_text("train: {epochs: 1}")  # a folder with a recipe of one's own is no run
     run = made_run(own / "runs" / "a")
     (own / "link").symlink_to(run.path)
-    for name, says in (("mine", "no run folder"), ("nothing", "no run folder"), ("link", "is a link"), (".", "no run")):
+    for name in ("mine", "nothing", "link", "."):
+        says = "is a link" if name == "link" else "is not a run folder"
         result = runner.invoke(app, ["runs", "rm", name, "--yes"])
         assert result.exit_code == 6, result.output
         assert says in " ".join(result.stderr.split())
     assert (mine / "recipe.yaml").is_file()
     assert run.tokens.is_file()
     monkeypatch.chdir(run.path)
-    with pytest.raises(RunError, match="that you are in"):
+    with pytest.raises(RunError, match="is the current folder"):
         Run.remove(run.path)
 
 
@@ -145,7 +146,7 @@ def test_nobody_is_asked_where_nobody_is(own: Path) -> None:
     assert run.tokens.is_file()
     gone = runner.invoke(app, ["runs", "rm", "other"])  # that there is none is said before anybody is asked
     assert gone.exit_code == 6
-    assert "no run folder" in " ".join(gone.stderr.split())
+    assert "not a run folder" in " ".join(gone.stderr.split())
 
 
 def test_a_long_name_is_listed_whole(own: Path) -> None:
@@ -195,7 +196,7 @@ def test_a_run_that_keeps_no_data_offline(tmp_path: Path, edgeft: Edgeft, monkey
     assert scored.returncode == 0, scored.stderr
     again = edgeft("export", folder, "-o", tmp_path / "again.gguf")
     assert again.returncode == 6
-    assert "keeps no rows" in again.stderr
+    assert "has no rows to verify" in again.stderr
     assert "--until prepare" in again.stderr
     assert edgeft("report", folder).returncode == 0
     assert edgeft("finetune", "--resume", "--until", "prepare", "--out", folder).returncode == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from edgeft.pipeline import stages
 from edgeft.report.render import write_report
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
-from edgeft.run.record import Allowance
+from edgeft.run.record import Allowance, EngineChoice, Resolved
 from edgeft.train import build, checkpoint
 from tests.support.runs import Lines, last_checkpoint, start
 
@@ -64,6 +66,37 @@ def test_a_damaged_record_is_an_error(three_blocks: Path, tmp_path: Path) -> Non
             Run.open(run.path).recorded()
 
 
+WRONG = {
+    "engine is missing": (("engine",), None, "the record has no `engine`"),
+    "kernels is missing": (("engine", "kernels"), None, "`engine` has no `kernels`"),
+    "engine": (("engine",), 3, "`engine` is not a table of keys"),
+    "kernels": (("engine", "kernels"), "yes", "`engine.kernels` must be true or false, not 'yes'"),
+    "budget": (("budget_bytes",), "2 GiB", "`budget_bytes` must be a whole number, not '2 GiB'"),
+    "device": (("device",), [], "`device` must be text"),
+    "search": (("search",), 1, "`search` must be a table of keys"),
+    "another key": (("extra",), 1, "unknown key `extra`"),
+    "recipe": (("recipe", "train", "lr"), "fast", "`train.lr` must be a number"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_value_in_a_record_is_named(tmp_path: Path, case: str) -> None:
+    engine = EngineChoice(kernels=True, half=False)
+    run = Run.start(tmp_path / "run", config.Recipe(), resume=False)
+    run.write_record(Resolved(run.recipe, run.recipe, "auto", 0, engine, "as asked", "as asked"))
+    assert Run.open(run.path).recorded() == run.recorded()
+    (*path, last), value, says = WRONG[case]
+    values = json.loads(run.record.read_text())
+    part = functools.reduce(dict.__getitem__, path, values)
+    part[last] = value
+    if value is None:
+        del part[last]
+    run.record.write_text(json.dumps(values))
+    with pytest.raises(DamagedError, match=re.escape(f"resolved.json is damaged: {says}")) as caught:
+        Run.open(run.path).recorded()
+    assert "start another run" in caught.value.hint
+
+
 def test_a_run_of_an_earlier_version_says_what_ran(tmp_path: Path) -> None:
     folder = tmp_path / "earlier"
     shutil.copytree(EARLIER, folder)
@@ -78,6 +111,15 @@ def test_a_run_of_an_earlier_version_says_what_ran(tmp_path: Path) -> None:
     assert not run.needs_search
     assert run.peaks()["search"] == json.loads((EARLIER / "peaks.json").read_text())["search"]
     assert "SmolLM2" in write_report(run).read_text()
+
+
+def test_a_damaged_plan_of_an_earlier_version_is_ignored(tmp_path: Path) -> None:
+    folder = tmp_path / "earlier"
+    shutil.copytree(EARLIER, folder)
+    (folder / "plan.json").write_text('{"budget_bytes": "much", "how": 3}')
+    record = Run.open(folder).recorded()
+    assert record is not None
+    assert record.budget_bytes == 0
 
 
 def test_what_this_version_cannot_do_is_not_resumed(tmp_path: Path) -> None:
@@ -105,6 +147,6 @@ def test_a_run_of_an_earlier_version_is_exported_and_resumed(three_blocks: Path,
     said = Lines()
     again = Run.start(run.path, earlier.recipe, True)
     stages.train(again, said)
-    assert any("going on after step 3" in line for line in said.lines)
+    assert any("resumed after step 3" in line for line in said.lines)
     assert all(value.equal(weights[name]) for name, value in last_checkpoint(run).items())
     assert again.record.is_file()

@@ -243,7 +243,7 @@ def test_commands(run: Run, edgeft: Edgeft, tmp_path: Path) -> None:
     assert "My run" in edgeft("runs", run.path.parent).stdout
     refused = edgeft("report", tmp_path)
     assert refused.returncode == 6
-    assert "no run folder" in refused.stderr
+    assert "not a run folder" in refused.stderr
 
 
 def test_words() -> None:

@@ -103,7 +103,7 @@ def test_without_groups_a_stage_is_refused_what_goes_beyond_its_limit(
         monkeypatch,
         "from edgeft.pipeline import stages, worker\nstages.do_stage = lambda *_: bytearray(1 << 30)\nworker.main()",
     )
-    with pytest.raises(DoesNotFitError, match="the system gave the prepare stage no more memory") as caught:
+    with pytest.raises(DoesNotFitError, match="out of memory in the prepare stage") as caught:
         finetune.finetune(run, "eval", Allowance(budget_bytes=600 << 20), enforce=True)
     assert caught.value.exit_code == 3
 

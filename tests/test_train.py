@@ -86,7 +86,7 @@ def test_a_run_folder_is_for_one_run(data: Path, tmp_path: Path) -> None:
         start(tmp_path / "run", data, resume=True)
     assert run._lock is not None
     run._lock.close()
-    with pytest.raises(RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="already contains a run"):
         start(tmp_path / "run", data)
     with pytest.raises(RunError, match=r"another recipe: train\.epochs"):
         start(tmp_path / "run", data, "train.epochs=7", resume=True)
@@ -94,7 +94,7 @@ def test_a_run_folder_is_for_one_run(data: Path, tmp_path: Path) -> None:
         start(tmp_path / "none", data, resume=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
-    with pytest.raises(RunError, match="no run folder"):
+    with pytest.raises(RunError, match="not a run folder"):
         start(tmp_path / "full", data)
 
 

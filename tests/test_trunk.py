@@ -108,9 +108,9 @@ def test_a_second_run_takes_what_the_first_made(tmp_path: Path, stack: Stack, sh
     assert torch.allclose(hidden(first), stack.trunk(batch, CUT), rtol=1e-2, atol=1e-2)
     assert first is not None
     assert second is not None
-    assert first.recall("base_loss", "3 rows", lambda: 1.5) == 1.5
-    assert second.recall("base_loss", "3 rows", lambda: 2.5) == 1.5  # what the first computed
-    assert second.recall("base_loss", "4 rows", lambda: 2.5) == 2.5
+    assert first.cached_value("base_loss", "3 rows", lambda: 1.5) == 1.5
+    assert second.cached_value("base_loss", "3 rows", lambda: 2.5) == 1.5  # what the first computed
+    assert second.cached_value("base_loss", "4 rows", lambda: 2.5) == 2.5
     assert len(files(shared)) == 1
     assert not (tmp_path / "a" / "trunk").exists()
     for path in (shared, files(shared)[0].parent):
@@ -160,7 +160,7 @@ def test_where_the_shared_cache_cannot_be_it_lies_in_the_run_folder(
     tmp_path: Path, stack: Stack, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, said = prepare(tmp_path / "a", stack, "how.trunk_cache_bytes=1000")
-    assert "more than the shared cache may hold" in said.lines[0]
+    assert "exceed the shared cache's limit" in said.lines[0]
     monkeypatch.setenv("EDGEFT_CACHE", "/proc/nowhere")
     _, said = prepare(tmp_path / "b", stack)
     assert "cannot be used" in said.lines[0]
@@ -321,7 +321,7 @@ def test_mapped_weights_leave_memory(model: Path) -> None:
     _, batch = batch_of(FOREST, list(range(12)))
     before = own.trunk(batch, 8)
     full = mapped()
-    trunk.let_go(own, 0, 8)
+    trunk.release_blocks(own, 0, 8)
     assert mapped() < full - 8 * 1_500_000  # of 2.2 MB a block
     assert torch.equal(own.trunk(batch, 8), before)
 

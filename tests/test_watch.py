@@ -16,7 +16,7 @@ from edgeft.pipeline import stages
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import checkpoint, loop
-from edgeft.train.watch import LOOK_S, Watch, is_refusal
+from edgeft.train.watch import CHECK_S, Watch, is_out_of_memory
 from tests.conftest import Edgeft
 from tests.support.rows import small_rows
 from tests.support.runs import Lines, start
@@ -76,7 +76,7 @@ class Watched:
         self.watch.root, self.watch.clock = machine.root, lambda: self.now
 
     def check_memory(self) -> bool:
-        self.now += 2 * LOOK_S
+        self.now += 2 * CHECK_S
         return self.watch.check_memory()
 
     @property
@@ -94,7 +94,7 @@ def test_passes_get_smaller_and_then_it_stops(tmp_path: Path, version: int) -> N
         if version:
             machine.set(
                 available=4000, limit=600, used=900, cached=310
-            )  # 10 of 600 MiB are left: pages of files give way
+            )  # 10 of 600 MiB are left: the page cache is evictable
         else:
             machine.set(available=100)
 
@@ -167,8 +167,8 @@ def shortage(monkeypatch: pytest.MonkeyPatch, looks: list[str]) -> None:
     def look(self: Watch, stage: str = "train") -> bool:
         what = looks.pop(0) if looks and stage == "train" else ""
         if what == "stop":
-            raise self.refused("only 3 MiB of memory are left on this machine")
-        return what == "smaller" and self.smaller("memory is short")
+            raise self.out_of_memory("only 3 MiB of memory are left on this machine")
+        return what == "smaller" and self.shrink("memory is short")
 
     monkeypatch.setattr(Watch, "check_memory", look)
 
@@ -229,17 +229,17 @@ def test_refused_memory_makes_passes_smaller(
     assert (run.read_json(run.done) or {})["steps"] == 2
     refused += [1, 1, 1, 1]
     short = start(tmp_path / "short", three_blocks, "train.steps=2", "how.micro_batch_tokens=128")
-    with pytest.raises(DoesNotFitError, match="the system gave no more memory"):
+    with pytest.raises(DoesNotFitError, match="out of memory"):
         stages.train(short, Progress())
 
 
 def test_what_is_a_refusal() -> None:
-    assert is_refusal(MemoryError())
-    assert is_refusal(RuntimeError("std::bad_alloc"))
-    assert not is_refusal(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("std::bad_alloc"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
-    assert is_refusal(caught.value)
+    assert is_out_of_memory(caught.value)
 
 
 # ---------------------------------------------------------------- held to it by the system

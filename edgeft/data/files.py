@@ -19,7 +19,7 @@ from typing import Any
 from edgeft import config
 from edgeft.errors import DataError
 from edgeft.host import offline
-from edgeft.host.offline import go_offline_if_cut_off
+from edgeft.host.offline import go_offline_if_unreachable
 
 Record = tuple[str, Any]  # source ("train.jsonl:12") and content
 
@@ -253,7 +253,7 @@ def _hub(name: str) -> dict[str, Source]:
     """Splits of a data set on the hub, `owner/name` or `owner/name:config`."""
     hint = "check the spelling and the network; a data set downloaded earlier is found offline too"
     try:
-        go_offline_if_cut_off()  # before datasets is imported, which asks once
+        go_offline_if_unreachable()  # before datasets is imported, which asks once
         import datasets
 
         datasets.disable_progress_bars()

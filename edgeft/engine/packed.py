@@ -15,7 +15,7 @@ from torch import nn
 from edgeft.engine.backend import TORCH, Backend
 from edgeft.engine.limits import HEAD_ROWS, LOGITS_BYTES
 from edgeft.engine.memory import Memory
-from edgeft.formats.gguf import fetch, let_go
+from edgeft.formats.gguf import prefetch_pages, release_pages
 
 
 def tensor_of(data: np.ndarray) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Packed:
     def stored(self, memory: Memory, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Packed rows [start, stop) in order; valid until the next call for any matrix."""
         if memory.release_pages:
-            fetch(self.data if self.order is not None else self.data[start:stop])
+            prefetch_pages(self.data if self.order is not None else self.data[start:stop])
         if self.order is None:
             return self.data[start:stop]
         order = self.order[start:stop]
@@ -69,7 +69,7 @@ class Packed:
         """A dense matrix of its own, for a tensor that will be trained; nothing reads the packed one any more."""
         out = torch.empty(self.rows, self.cols)
         TORCH.unpack(self.stored(TORCH.memory), self.type, out)
-        let_go(self.data)
+        release_pages(self.data)
         return out
 
     def permuted(self, order: np.ndarray) -> Packed:
@@ -85,7 +85,7 @@ class Packed:
 
     def _release(self, memory: Memory, start: int = 0, stop: int | None = None) -> None:
         if memory.release_pages:
-            let_go(self.data if self.order is not None else self.data[start:stop])
+            release_pages(self.data if self.order is not None else self.data[start:stop])
 
 
 class _FrozenLinear(torch.autograd.Function):

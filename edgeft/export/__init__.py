@@ -1,4 +1,4 @@
-"""The tuned model as files that other programs run, checked before they get their name.
+"""Exports the tuned model as files that other programs run, verified before they are renamed to their final name.
 
 A format is a function over a `Job` and a line in FORMATS.
 """
@@ -40,7 +40,7 @@ class Job:
 
 
 def _gguf(job: Job) -> dict[str, Any]:
-    """A GGUF file; it gets its name only after llama.cpp agreed with the trainer on held-out rows."""
+    """A GGUF file, renamed to its final name only after llama.cpp agrees with the trainer on held-out rows."""
     from edgeft.export.convert import hf_to_gguf
     from edgeft.export.gguf import Labels, export_gguf
     from edgeft.export.modelfile import write_modelfile
@@ -83,7 +83,7 @@ def _reference(job: Job) -> Reference:
     run = job.run
     if not run.tokens.is_file():
         raise RunError(
-            f"{run.path} keeps no rows to check an exported file with",
+            f"{run.path} has no rows to verify an exported file with",
             f"prepare them again: `edgeft finetune --resume --until prepare --out {run.path}`",
         )
     train, heldout = tokens.load(run.tokens)

@@ -94,7 +94,7 @@ def _pack_all(
         if offset := arch.norm_offset(tensor):
             dense = dense + np.float32(offset)
         shape = _check_shape(base, target, dense, arch)
-        if not np.isfinite(dense.sum(dtype=np.float64)):  # of float32, sums are finite where every value is
+        if not np.isfinite(dense.sum(dtype=np.float64)):  # a float64 sum of float32 values is finite if all of them are
             raise ExportError(f"{name} holds values that are not finite", "training diverged: use a lower train.lr")
         kind = ggml.F32 if dense.ndim == 1 else chosen_type(base.tensors[target].type, type_name)
         packed = ggml.pack(dense.reshape(-1, shape[0]), kind, name)
@@ -172,11 +172,11 @@ def _records(base: GGUF, labels: Labels) -> list[bytes]:
 
 
 def check_place(out: Path, source: Path | None = None) -> None:
-    """Refuse a target that cannot be written, before any work is done."""
+    """Reject a target that cannot be written, before any work is done."""
     if out.is_dir():
         raise RunError(f"{out} is a folder", "give a file name, for example -o model.gguf")
     if not out.parent.is_dir():
-        raise RunError(f"there is no folder {out.parent}", "make it first, or choose another place with -o")
+        raise RunError(f"there is no folder {out.parent}", "create it first, or choose another place with -o")
     if source is not None and out.exists() and out.samefile(source):
         raise ExportError(f"{out} is the base model itself", "choose another name with -o: the base is never changed")
 
@@ -190,7 +190,7 @@ def place(
 ) -> tuple[int, Any]:
     """Write a GGUF file beside `out`, check it and rename it: (bytes, result of the check). On an error `out` is
     unchanged and nothing is left behind."""
-    temporary = out.with_name(out.name + ".part")  # the next try overwrites what a power cut left
+    temporary = out.with_name(out.name + ".part")  # the next attempt overwrites what a power failure left
     try:
         with wrap_os_errors(out):
             _check_space(out, records, tensors, alignment)

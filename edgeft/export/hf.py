@@ -55,11 +55,11 @@ def export_hf(source: str, updates: Updates, out: Path) -> Path:
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill; at the end it is renamed to `out`, or removed if something went wrong."""
     if (out.exists() and not out.is_dir()) or (out.is_dir() and any(out.iterdir())):
-        raise ExportError(f"{out} exists already", "choose a new folder with -o, or remove this one first")
+        raise ExportError(f"{out} already exists", "choose a new folder with -o, or remove this one first")
     temporary = out.with_name(out.name + ".part")
     try:
         with wrap_os_errors(out):
-            if temporary.exists():  # what a power cut left
+            if temporary.exists():  # left by a power failure
                 shutil.rmtree(temporary)
             temporary.mkdir(parents=True)
         with wrap_os_errors(out):
@@ -100,25 +100,25 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.waiting: dict[str, torch.Tensor] = {}
+        self.pending: dict[str, torch.Tensor] = {}
         self.map: dict[str, str] = {}
         self.files: list[str] = []
         self.bytes = 0
 
     def add(self, name: str, values: torch.Tensor) -> None:
-        size = sum(t.nbytes for t in self.waiting.values())
-        if self.waiting and size + values.nbytes > SHARD_BYTES:
+        size = sum(t.nbytes for t in self.pending.values())
+        if self.pending and size + values.nbytes > SHARD_BYTES:
             self.flush()
-        self.waiting[name] = _checked(name, values).contiguous()
+        self.pending[name] = _checked(name, values).contiguous()
         self.bytes += values.nbytes
 
     def flush(self) -> None:
-        if self.waiting:
+        if self.pending:
             file = f"{len(self.files)}.part"
-            save(self.waiting, self.folder / file)
-            self.map |= dict.fromkeys(self.waiting, file)
+            save(self.pending, self.folder / file)
+            self.map |= dict.fromkeys(self.pending, file)
             self.files.append(file)
-            self.waiting = {}
+            self.pending = {}
 
     def close(self) -> None:
         """Rename the files to what transformers reads."""
@@ -327,7 +327,7 @@ def _from_hf(source: str, updates: Updates, folder: Path) -> None:
     new: dict[str, torch.Tensor] = {}
     for name, values in updates:
         place = weights.places.get(name)
-        if place is None and name.endswith(".bias"):  # a bias that the base has not
+        if place is None and name.endswith(".bias"):  # a bias that the base does not have
             new[name] = values.to(DTYPES[weights.places[name.removesuffix("bias") + "weight"].dtype][0])
             continue
         place = weights.place(name, tuple(values.shape))
@@ -340,7 +340,7 @@ def _from_hf(source: str, updates: Updates, folder: Path) -> None:
 
 
 def _add_biases(weights: Weights, arch: Architecture, depth: int, new: dict[str, torch.Tensor], folder: Path) -> None:
-    """Biases that the base has not: a shard of their own, and a config that declares them."""
+    """Biases that the base does not have: a shard of their own, and a config that declares them."""
     present = {name for name in weights.places if name.endswith(".bias")}
     flags, missing = arch.missing_biases(present | set(new), depth)
     for name in missing:

@@ -35,8 +35,8 @@ class Turns:
     def text(self, messages: Sequence[Message]) -> str:
         """The text that Ollama renders from `go()`."""
         given = "".join(m["content"] for m in messages if m["role"] == "system")
-        said = given or self.default
-        block = said.join(self.system) if self.system and said is not None else ""
+        system = given or self.default
+        block = system.join(self.system) if self.system and system is not None else ""
         parts = [] if self.inside else [block]
         block = block if self.inside else ""
         for message in messages:

@@ -1,6 +1,6 @@
-"""The exported file in llama.cpp beside the trainer: same text, same token ids, and nearly the same logits.
+"""Compares the exported file in llama.cpp with the trainer: same text, same token ids, nearly the same logits.
 
-Logits are compared with the trainer's unrounded weights, so that a type too coarse for the update is seen, too.
+The trainer's weights are not quantised, so that a type too coarse for the update is detected, too.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from edgeft.formats.tokenizer import GgufTokenizer, Tokenizer, render
 from edgeft.host import sandbox
 from edgeft.plan.limits import BATCH_TOKENS, TARGETS
 
-# llama.cpp rounds activations to 8 bits and keeps fp16 keys and values, so it never says quite what the trainer says.
+# llama.cpp quantises activations to 8 bits and keeps an fp16 KV cache, so its logits differ from the trainer's.
 # That noise alone, on unchanged files: KL 0.005 to 0.007 and top-1 90 to 98 % (SmolLM2-135M Q4_1, nine times 8 rows),
 # 0.007 and 94 % (TinyLlama-1.1B IQ2_XXS, 17 tokens), 0.001 and 88 % (Qwen2.5-1.5B Q4_K_M, 17 tokens). On one SmolLM2
-# trained in nine blocks: f16 0.004 and 100 %, q8_0 0.008 and 92 %. So the bar is three times the largest noise seen.
-# Above it (same trained model): one of the nine blocks left out 0.12, rows of q and k not put back 0.88, the wrong
-# blocks 1.8, `keep` on its 4-bit grid, which rounds the update away, 4.9. Rows of q and k not put back as the only
-# fault: 0.03 to 0.04 in two blocks, 0.02 to 0.03 in one, so that a fault in a single block may pass.
+# trained in nine blocks: f16 0.004 and 100 %, q8_0 0.008 and 92 %. So the limit is three times the largest noise.
+# Above it (same trained model): one of the nine blocks missing 0.12, rows of q and k not reordered 0.88, the wrong
+# blocks 1.8, `keep` on its 4-bit grid, which rounds the update away, 4.9. Rows of q and k not reordered as the only
+# error: 0.03 to 0.04 in two blocks, 0.02 to 0.03 in one, so that an error in a single block may pass.
 MAX_KL = 0.025
 
 # Types below 8 bits round what was learned, as asked: 0.025 (q4_1) and 0.034 (q4_0) for two blocks changed at random.
 MAX_KL_COARSE = 0.05
+FINE = ("", "auto", "f32", "f16", "bf16", "q8_0")  # their rounding is below the noise
 
-FINE = ("", "auto", "f32", "f16", "bf16", "q8_0")  # their rounding is lost in the noise
-
-# Near-ties flip, and in a few short rows two tokens must not decide: this one only finds what is badly broken (rows of
-# q and k not put back in nine blocks 64 %, the wrong blocks 44 %, `keep` 18 %).
+# Near-ties flip, and with few short rows two tokens must not decide: this only detects gross errors (rows of
+# q and k not reordered in nine blocks 64 %, the wrong blocks 44 %, `keep` 18 %).
 MIN_TOP1 = 75.0
 
 
@@ -84,7 +83,7 @@ def verify(path: Path, reference: Reference, type_name: str = "") -> Verificatio
 
 
 def compare(path: Path, reference: Reference) -> Verification:
-    """The figures alone, without a verdict."""
+    """The figures, without the thresholds."""
     stack = reference.stack
     rows = [row for row in reference.rows if row.trained[1:].any()]
     if not rows:
@@ -143,7 +142,7 @@ def _same_text(path: Path, file: LlamaFile, rows: Sequence[Encoded], reference: 
     tokenizer, system = reference.tokenizer, reference.system
     inside = GgufTokenizer(path)
     special = {"eos_token": inside.eos_text, "bos_token": inside.bos_text}
-    dated = "strftime_now" in tokenizer.template  # such a prompt is another one tomorrow
+    dated = "strftime_now" in tokenizer.template  # such a prompt changes with the date
     same_template, same_ids = True, True
     for row in rows:
         messages = row.row.messages[:-1]

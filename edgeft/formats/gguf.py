@@ -1,6 +1,6 @@
-"""A GGUF file, mapped: its keys, its tensors' places, and a writer that copies what did not change.
+"""A GGUF file, mapped: its keys, its tensors' offsets, and a writer that copies what did not change.
 
-Every count, length and offset is checked against the file size before it is used, and only what is asked for is read.
+Every count, length and offset is checked against the file size before it is used, and values are read on demand.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_ITEMS = 1 << 22  # values of all arrays together; a vocabulary of 256,000 wi
 MAX_KEY_BYTES, MAX_NAME_BYTES = (1 << 16) - 1, 63  # of the format, and of ggml
 MAX_STRING_BYTES, MAX_HEADER_BYTES = 1 << 24, 1 << 28
 MAX_ALIGNMENT = 1 << 20
-MAX_WAITING_BYTES = 256 << 20  # dirty pages: they cannot be evicted when memory is short
+MAX_DIRTY_BYTES = 256 << 20  # dirty pages: they cannot be evicted when memory is short
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TensorInfo:
 
 @dataclass
 class NewTensor:
-    """A tensor to write; its data is made when the writer comes to it."""
+    """A tensor to write; the writer computes its data when it gets there."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class GGUF:
             if stat.S_ISDIR(status.st_mode):
                 raise ModelError(f"{path} is a folder, not a GGUF file", again)
             if not stat.S_ISREG(status.st_mode):
-                raise ModelError(f"{path} is no regular file", again)
+                raise ModelError(f"{path} is not a regular file", again)
             if status.st_size < 24:
                 raise ModelError(f"{path} is not a GGUF file: it has only {status.st_size} bytes", again)
             data = np.memmap(path, dtype=np.uint8, mode="r")
@@ -96,7 +96,7 @@ class GGUF:
         return ModelError(f"{self.path} is damaged or cut short: {what}", "download or copy it again")
 
     def _skip(self, count: int) -> None:
-        if count > self._limit - self._at:  # also where it is past the end already
+        if count > self._limit - self._at:  # also when already past the end
             raise self._bad("the header points past the end of the file")
         self._at += count
 
@@ -132,7 +132,7 @@ class GGUF:
                 self._skip(count * STRUCTS[SCALARS[item]].size)
             elif item == STRING:
                 self._skip_strings(count)
-            else:  # arrays in arrays are known to nobody, llama.cpp included
+            else:  # nested arrays: llama.cpp does not read them either
                 raise self._bad(f"an array of type {item}")
         else:
             raise self._bad(f"value type {kind} is unknown")
@@ -219,7 +219,7 @@ class GGUF:
         return self._value(self._number("I"))
 
     def described(self, key: str) -> tuple[int, int, int]:
-        """(type, type of an array's values or -1, how many); the value itself is not read."""
+        """(type, type of an array's values or -1, count); the value itself is not read."""
         self._at = self.records[key][1]
         kind = self._number("I")
         return (kind, self._number("I"), self._number("Q")) if kind == ARRAY else (kind, -1, 1)
@@ -261,12 +261,12 @@ class GGUF:
         return self.data[start:end].tobytes()
 
 
-def let_go(data: np.ndarray) -> None:
-    """Evict the pages of a mapped array from this process until they are read again; other arrays are unchanged."""
+def release_pages(data: np.ndarray) -> None:
+    """Drop the pages of a mapped array from this process; the next access reads them again. Others are unchanged."""
     _advise(data, "MADV_DONTNEED")
 
 
-def fetch(data: np.ndarray) -> None:
+def prefetch_pages(data: np.ndarray) -> None:
     """Read ahead a mapped array in large pieces, not page by page."""
     _advise(data, "MADV_WILLNEED")
 
@@ -276,7 +276,7 @@ def _advise(data: np.ndarray, advice: str) -> None:
     if not isinstance(mapped, mmap.mmap) or not data.nbytes:
         return
     offset = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
-    begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: the edges may be a neighbour's
+    begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: other arrays may share those at the edges
     end = (offset + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end:
         advise(mapped, advice, begin, end - begin)
@@ -312,17 +312,17 @@ def write(file: BinaryIO, records: Iterable[bytes], tensors: list[NewTensor], al
         file.write(struct.pack("<IQ", tensor.type, offset))
         offset += -(-tensor.nbytes // alignment) * alignment
     file.write(b"\0" * (-file.tell() % alignment))
-    waiting = 0
+    dirty = 0
     for tensor in tensors:
         data = tensor.data()
         assert data.nbytes == tensor.nbytes, tensor.name
         file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
         file.write(b"\0" * (-tensor.nbytes % alignment))
-        let_go(data)
-        waiting += tensor.nbytes
-        if waiting > MAX_WAITING_BYTES:
+        release_pages(data)
+        dirty += tensor.nbytes
+        if dirty > MAX_DIRTY_BYTES:
             file.flush()
             os.fsync(file.fileno())
-            waiting = 0
+            dirty = 0
     file.flush()
     os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors folder, mapped and not read; every offset is checked."""
+"""Tensors of a safetensors folder, mapped on demand; every offset is checked."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from edgeft.formats import ggml
 from edgeft.formats.source import INDEX, read_json_file
 
 DTYPES = {"F32": (torch.float32, ggml.F32), "F16": (torch.float16, ggml.F16), "BF16": (torch.bfloat16, ggml.BF16)}
-
 MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors format
-
 MAX_TENSORS = 1 << 18
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor."""
+    """File, type, shape and offset of a tensor."""
 
     file: Path
     dtype: str  # as safetensors names it: F32, F16, BF16 …
@@ -68,7 +66,7 @@ def _header(file: Path) -> Iterator[tuple[str, Place]]:
 
 
 class Weights:
-    """The tensors of a directory, by transformers' names without the leading `model.`, mapped and not read."""
+    """The tensors of a folder, by transformers' names without the leading `model.`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,7 +89,7 @@ class Weights:
             return [self.folder / "model.safetensors"]
         if list(self.folder.glob("*.bin")) or list(self.folder.glob("*.pth")):
             raise ModelError(
-                f"{self.folder} has its weights only as pickles, which can run code when opened",
+                f"{self.folder} has its weights only as pickles, which can execute code when loaded",
                 "convert them with save_pretrained(…, safe_serialization=True), or use a safetensors version",
             )
         hint = "give the folder that transformers' save_pretrained wrote"
@@ -111,7 +109,7 @@ class Weights:
         return place
 
     def mapped(self, name: str, shape: tuple[int, int]) -> tuple[np.ndarray, int]:
-        """(bytes, ggml type) of a matrix as it lies in the file: its pages are read when its rows are."""
+        """(mapped bytes, ggml type) of a matrix."""
         place = self.place(name, shape)
         data = np.memmap(place.file, np.uint8, "r", place.offset, (place.nbytes,))
         return data, DTYPES[place.dtype][1]

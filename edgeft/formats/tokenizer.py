@@ -153,7 +153,7 @@ class GgufTokenizer:
         call = functools.partial(self._llama.llama_tokenize, self._vocab, data, len(data))
         ids: list[int] = filled(ctypes.c_int32, 4096, lambda buffer, size: call(buffer, size, special, True))
         if special and self.add_eos and ids and ids[-1] == self.eos:
-            ids.pop()  # the prompt goes on after this text
+            ids.pop()  # the prompt continues after this text
         return ids
 
     def decode(self, ids: Ids) -> str:
@@ -222,11 +222,11 @@ class HfTokenizer:
 def render(tokenizer: Tokenizer, messages: Sequence[Message], generate: bool) -> str:
     """The conversation as the model reads it; `generate` adds the start of an answer."""
     values = {"bos_token": tokenizer.bos_text, "eos_token": tokenizer.eos_text, "tools": None, "documents": None}
-    given = {**values, "messages": [dict(m) for m in messages], "add_generation_prompt": generate}
+    variables = {**values, "messages": [dict(m) for m in messages], "add_generation_prompt": generate}
     try:
-        return sandbox.chat(tokenizer.template, given)
+        return sandbox.chat(tokenizer.template, variables)
     except sandbox.Broken as error:
-        raise ModelError(f"the model's chat template is broken, {error}", "take another copy of the model") from None
+        raise ModelError(f"the model's chat template is broken, {error}", "download the model again") from None
     except sandbox.Failed as error:
-        hint = "the template may know no system message (leave data.system unset) or want user and assistant in turn"
-        raise DataError(f"the model's chat template does not take this conversation: {error}", hint) from None
+        hint = "it may have no system message (leave data.system unset) or require alternating user and assistant"
+        raise DataError(f"the model's chat template rejects this conversation: {error}", hint) from None

@@ -23,9 +23,9 @@ def check_vocabulary(gguf: GGUF) -> None:
         raise ModelError(f"{gguf.path} is one of several parts", "join them first: `llama-gguf-split --merge`")
     model = gguf.get_key("tokenizer.ggml.model")
     if model not in TOKENIZERS:
-        said = "no vocabulary" if model is None else f"a vocabulary of type {str(model)[:40]!r}"
+        what = "no vocabulary" if model is None else f"a vocabulary of type {str(model)[:40]!r}"
         raise ModelError(
-            f"{gguf.path} has {said}, which is not supported",
+            f"{gguf.path} has {what}, which is not supported",
             f"supported: {', '.join(TOKENIZERS)}; a vocabulary is part of every complete GGUF model file",
         )
     present = [key for key in _VOCABULARY if f"tokenizer.ggml.{key}" in gguf.records]
@@ -39,8 +39,8 @@ def check_vocabulary(gguf: GGUF) -> None:
     tokens = {text or b"[EMPTY_%d]" % i for i, text in enumerate(gguf.texts("tokenizer.ggml.tokens"))}
     if len(tokens) < count:
         raise ModelError(f"{gguf.path} is damaged: a token occurs twice in its vocabulary", again)
-    lacking = [byte for byte in range(256) if b"<0x%02X>" % byte not in tokens and bytes([byte]) not in tokens]
-    if model == SENTENCEPIECE and lacking:
+    missing = [byte for byte in range(256) if b"<0x%02X>" % byte not in tokens and bytes([byte]) not in tokens]
+    if model == SENTENCEPIECE and missing:
         raise ModelError(f"{gguf.path} is damaged: its vocabulary lacks tokens for single bytes", again)
 
 
@@ -58,11 +58,11 @@ TEKKEN_REGEX = (
 
 @dataclass(frozen=True)
 class Splitter:
-    """One rule."""
+    """A pre-tokenizer."""
 
     regex: str = ""  # "": GPT-2's own
     digits: bool = False  # digits are split off one by one first
-    ignore_merges: bool = False  # a whole word in the vocabulary is taken as it is
+    ignore_merges: bool = False  # a word that is in the vocabulary is one token
 
 
 SPLITTERS = {
@@ -72,7 +72,7 @@ SPLITTERS = {
     "qwen2": Splitter(QWEN2_REGEX),
     "tekken": Splitter(TEKKEN_REGEX, ignore_merges=True),
 }
-# other names under which llama.cpp does the same
+# llama.cpp's aliases
 SAME_SPLITTERS = {
     **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
     **dict.fromkeys(("llama3", "llama-v3"), "llama-bpe"),
@@ -81,13 +81,13 @@ SAME_SPLITTERS = {
 
 
 def splitter_name(source: Any) -> str:
-    """llama.cpp's name of a tokenizer.json's pre-tokenizer; only what is the same for certain."""
-    found = _splitter(source)
+    """llama.cpp's name of a tokenizer.json's pre-tokenizer; an error unless it is certainly the same."""
+    wanted = _splitter(source)
     for name, splitter in SPLITTERS.items():
-        if splitter == found:
+        if splitter == wanted:
             return name
     raise ExportError(
-        f"this tokenizer splits text in a way that llama.cpp has no certain name for: "
+        f"this tokenizer splits text in a way that has no known name in llama.cpp: "
         f"{json.dumps([source['normalizer'], source['pre_tokenizer']])[:240]}",
         f"known: {', '.join(SPLITTERS)}; export with --format hf and use llama.cpp's own converter",
     )
@@ -96,7 +96,7 @@ def splitter_name(source: Any) -> str:
 def _splitter(source: Any) -> Splitter | None:
     normalizer, pre = source["normalizer"], source["pre_tokenizer"] or {}
     *steps, last = pre.get("pretokenizers", [pre])
-    # Qwen's NFC is the one normalizer that llama.cpp is known to leave out; text is nearly always NFC already
+    # Qwen's NFC is the one normalizer that llama.cpp is known to omit; text is nearly always NFC already
     if normalizer is not None and normalizer["type"] != "NFC":
         return None
     if last.get("type") != "ByteLevel" or last["add_prefix_space"]:

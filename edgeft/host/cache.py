@@ -1,6 +1,6 @@
 """The cache folder that all runs share: trunk states by a key of their inputs, and hashes of weight files.
 
-One process makes an entry, any number use it at once, and it is deleted only while no process uses it.
+One process writes an entry, any number read it at once, and it is deleted only while no process uses it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 
 from edgeft.host.files import LockFile, read_json, write_json
 
-POLL_S = 0.2  # while another process makes the entry
-
+POLL_S = 0.2  # while another process writes the entry
 PIECE = 1 << 20  # bytes hashed at a time
 
 
@@ -39,7 +38,7 @@ def private(path: Path) -> None:
 
 
 class Entry:
-    """A folder with a lock: exclusive while it is made, shared while it is used."""
+    """A folder with a lock: exclusive while it is written, shared while it is used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,23 +68,23 @@ class Entry:
         return 0.0
 
     def _try(self, shared: bool = False) -> bool:
-        """Takes the lock if it is free and its file is still the one in this folder."""
+        """Acquires the lock if it is free and its file is still the one in this folder."""
         if self._lock is None:
             self.path.mkdir(parents=True, exist_ok=True)
             self.path.chmod(0o700)  # it is made from the user's data
             self._lock = LockFile(self.lock_file)
-        taken = False
+        locked = False
         with contextlib.suppress(OSError):
-            taken = (self._lock.shared() if shared else self._lock.exclusive()) and self._lock.is_current()
-        if not taken:
+            locked = (self._lock.shared() if shared else self._lock.exclusive()) and self._lock.is_current()
+        if not locked:
             self.close()
-        return taken
+        return locked
 
-    def acquire(self, whole: Callable[[], bool], stopping: Callable[[], bool], waiting: Callable[[], None]) -> str:
-        """`make`: this process alone has it; `use`: it is complete and others may use it too; "": asked to stop."""
+    def acquire(self, complete: Callable[[], bool], stopping: Callable[[], bool], waiting: Callable[[], None]) -> str:
+        """`make`: exclusive, to be written; `use`: complete and shared; "": stop requested."""
         reported = False
         while not stopping():
-            state = "make" if self._try() else "use" if self._try(shared=True) and whole() else ""
+            state = "make" if self._try() else "use" if self._try(shared=True) and complete() else ""
             if state:
                 os.utime(self.lock_file)
                 return state
@@ -97,7 +96,7 @@ class Entry:
         return ""
 
     def share(self) -> None:
-        """Others may use it too from now on, and nobody may delete it."""
+        """Turns the exclusive lock into a shared one: other processes may use the entry, and none may delete it."""
         assert self._lock is not None
         self._lock.shared()
 
@@ -151,7 +150,7 @@ def make_room(root: Path, keep: Entry, need: int, limit: int) -> list[str]:
     return deleted
 
 
-def remember(entry: Entry, run: Path) -> None:
+def add_user(entry: Entry, run: Path) -> None:
     """Records that a run uses a shared entry."""
     with changing(entry.path.parent):
         note = entry.note
@@ -164,7 +163,7 @@ def _users(note: dict[str, Any]) -> list[str]:
     return [str(run) for run in runs if Path(str(run), "recipe.yaml").is_file()] if isinstance(runs, list) else []
 
 
-def forget(run: Path) -> int:
+def remove_user(run: Path) -> int:
     """Deletes a run's entries in the shared cache unless another run uses them; bytes freed."""
     root, freed = folder("trunk"), 0
     if root is None or not root.is_dir():

@@ -87,14 +87,14 @@ class Mount:
 
 def mounts(root: Path = ROOT) -> list[Mount]:
     """/proc/self/mountinfo: `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/sda1 rw`."""
-    found = []
+    table = []
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         left, sign, right = line.partition(" - ")
         a, b = left.split(), right.split()
         if sign and len(a) >= 6 and len(b) >= 2:
             part, point = (text.replace("\\040", " ") for text in a[3:5])
-            found.append(Mount(a[2], part, point, b[0], b[1], b[2] if len(b) > 2 else ""))
-    return found
+            table.append(Mount(a[2], part, point, b[0], b[1], b[2] if len(b) > 2 else ""))
+    return table
 
 
 def control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
@@ -174,7 +174,7 @@ def memory(root: Path = ROOT) -> Memory:
         here = min((n for n in limits if n is not None and n > 0), default=physical)
         if here < physical:
             limit = min(limit, here)
-            # Cached file pages count as used, those of mapped weights too, and are dropped on demand; tmpfs is in
+            # Cached file pages count as used, those of mapped weights too, and are evictable; tmpfs is in
             # neither of these two.
             cached = sum(stat_value(stat, f"{before}{kind}_file") or 0 for kind in ("inactive", "active"))
             available = min(available, max(0, here - max(0, (used or 0) - cached)))
@@ -202,9 +202,9 @@ def cores(root: Path = ROOT, cpus: set[int] | None = None) -> int:
     """
     allowed = allowed_cpus() if cpus is None else cpus
     topology = root / "sys/devices/system/cpu"
-    found = {read_text(topology / f"cpu{cpu}/topology/thread_siblings_list") or f"cpu{cpu}" for cpu in allowed}
+    siblings = {read_text(topology / f"cpu{cpu}/topology/thread_siblings_list") or f"cpu{cpu}" for cpu in allowed}
     quota = cpu_quota(root)
-    return max(1, len(found) if quota is None else min(len(found), math.ceil(quota)))
+    return max(1, len(siblings) if quota is None else min(len(siblings), math.ceil(quota)))
 
 
 def cpu_facts(root: Path = ROOT) -> list[dict[str, str]]:

@@ -280,13 +280,13 @@ def pick_profile(root: Path = ROOT) -> dict[str, str]:
 
 def unavailable(root: Path = ROOT) -> list[dict[str, str]]:
     """[{"what", "why"}]: what this system lacks, and on Linux what this machine does."""
-    lacks = system.missing()
+    missing = system.missing()
     if sys.platform == "linux":
         if not can_make_group(root):
-            lacks.append(("control groups", "none can be made here: --enforce limits with RLIMIT_DATA"))
+            missing.append(("control groups", "none can be made here: --enforce limits with RLIMIT_DATA"))
         if not sensors.thermometers(root) and not sensors.vcgencmd(root, "measure_temp"):
-            lacks.append(("temperatures", "no thermometer can be read: runs do not pause for heat"))
-    return [{"what": what, "why": why} for what, why in lacks]
+            missing.append(("temperatures", "no thermometer can be read: runs do not pause for heat"))
+    return [{"what": what, "why": why} for what, why in missing]
 
 
 def examine(root: Path = ROOT, folder: Path | None = None, refresh: bool = False) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def examine(root: Path = ROOT, folder: Path | None = None, refresh: bool = False
     try:
         rates = gemm_rates(refresh)
         report["bytes"] = byte_rates(refresh)
-        floats = [name for name in rates if name != "int8"]  # int8 is no dtype to compute gradients in
+        floats = [name for name in rates if name != "int8"]  # gradients are not computed in int8
         report["gemm"].update(gflops=rates, fastest=max(floats, key=lambda name: rates[name], default=None))
         report["accelerator"] = accelerator()
     except (ImportError, OSError) as error:  # a torch that does not load is a reason to run doctor

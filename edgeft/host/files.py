@@ -18,10 +18,8 @@ from edgeft.config import format_size
 from edgeft.errors import RunError
 
 MAX_JSON_BYTES = 256 << 20  # a file is read whole
-
 _SEEK = threading.Lock()  # Windows cannot read or write at an offset: it seeks first
-
-_LEFT = re.compile(r"\..+\.(\d{1,9})(?:\.[^.]*)?\.tmp")  # the number is its process
+_TMP = re.compile(r"\..+\.(\d{1,9})(?:\.[^.]*)?\.tmp")  # the number is its process
 
 
 @contextlib.contextmanager
@@ -31,7 +29,7 @@ def wrap_os_errors(path: Path, hint: str = "choose another place with -o") -> It
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            hint = f"free some space (an interrupted run goes on with --resume), or {hint}"
+            hint = f"free some space (an interrupted run continues with --resume), or {hint}"
         raise RunError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", hint) from None
 
 
@@ -73,7 +71,7 @@ def sweep(folder: Path, locked: bool = False) -> None:
     import psutil
 
     for path in folder.glob(".*.tmp"):
-        owner = _LEFT.fullmatch(path.name)
+        owner = _TMP.fullmatch(path.name)
         # by its number, a process that is still ending, or another with the same number, would seem alive
         if owner and (int(owner[1]) != os.getpid() if locked else not psutil.pid_exists(int(owner[1]))):
             with contextlib.suppress(OSError):
@@ -148,13 +146,13 @@ class LockFile:
         return self._file.fileno()
 
     def exclusive(self, wait: bool = False) -> bool:
-        """Takes the lock if no other process has it; with `wait`, as soon as none has."""
+        """Acquires the lock if no other process has it; with `wait`, as soon as none has."""
         from filelock import lock_descriptor  # 30 ms that most commands do not need
 
         return lock_descriptor(self.handle, blocking=wait)
 
     def shared(self) -> bool:
-        """Takes the lock together with others, or turns an exclusive one into a shared one."""
+        """Acquires a shared lock, or turns the exclusive one into a shared one."""
         if sys.platform == "win32":
             return self.exclusive()
         import fcntl
@@ -201,7 +199,7 @@ def check_space(needs: list[Need]) -> None:
             terms = ", ".join(f"{what} {format_size(size)}" for _, what, size in largest_first if size)
             raise RunError(
                 f"this run will write {format_size(total)} below {group[0][0]}; {format_size(free)} are free ({terms})",
-                "free some space, name another folder (--out, EDGEFT_CACHE), or keep less: "
+                "free some space, choose another folder (--out, EDGEFT_CACHE), or keep less: "
                 "--set how.keep_checkpoints=1",
             )
 

@@ -31,7 +31,7 @@ class Limit:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak, pages of files included: they fill a group up to its limit, and are dropped on demand.
+        """Peak, with the page cache, which fills a group up to its limit and is evictable.
         None with RLIMIT_DATA, where only the process itself knows."""
         if self.group is None:
             return None
@@ -40,7 +40,7 @@ class Limit:
 
     @property
     def used_bytes(self) -> int | None:
-        """Memory in use now that cannot be reclaimed: without pages of files."""
+        """Memory in use now that cannot be reclaimed: without the page cache."""
         if self.group is None:
             return None
         stat = self.group / "memory.stat"

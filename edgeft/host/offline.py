@@ -42,7 +42,7 @@ def on() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def go_offline_if_cut_off() -> None:
+def go_offline_if_unreachable() -> None:
     """Without a network the hub client retries for half a minute; offline, it uses its cache at once."""
     if on():
         return

@@ -111,9 +111,9 @@ class _Worker:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
-            given = json.dumps({"path": [p for p in sys.path if p], "peer": self.peer, "bytes": BYTES})
+            options = json.dumps({"path": [p for p in sys.path if p], "peer": self.peer, "bytes": BYTES})
             self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, given],
+                [sys.executable, "-c", BOOT, options],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -149,15 +149,15 @@ def _receive(file: IO[bytes]) -> dict[str, Any] | None:
 
 def main() -> None:
     """Answers requests until its parent closes the pipe or ends."""
-    given = json.loads(sys.argv[1])
+    options = json.loads(sys.argv[1])
     source, target = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     for name in ("jinja2.debug", "linecache", "random", "traceback"):  # jinja imports these late, when no file opens
         importlib.import_module(name)
     _chat_template("{{ strftime_now('%d %b %Y') }}").render()
-    if given["peer"]:
+    if options["peer"]:
         _peer("x", {"messages": [], "bos_token": "", "eos_token": ""})
-    _limit(given["bytes"])
+    _limit(options["bytes"])
     while work := _receive(source):
         system.set_alarm(work["seconds"])
         answer = _work(work)

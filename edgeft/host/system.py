@@ -62,7 +62,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def lower_priority(nice: int) -> None:
-    """Lets other programs go first, at the processor and at the disk; call it before threads start: they inherit it."""
+    """Lowers the CPU and disk priority; call it before threads start, which inherit it."""
     if not nice:
         return
     import psutil
@@ -158,7 +158,7 @@ def inherited(number: int) -> int:
 
 
 def read_available(handle: int, size: int) -> bytes:
-    """What lies in a pipe whose writer has ended; a grandchild may still hold the other end open."""
+    """The content of a pipe whose writer has ended; a grandchild may still hold the other end open."""
     if sys.platform == "win32":  # handles are inherited by name only: there is no grandchild to wait for
         return os.read(handle, size)
     os.set_blocking(handle, False)
@@ -183,7 +183,7 @@ def request_stop(child: subprocess.Popen[bytes], number: int = signal.SIGTERM) -
 
 
 def handle_suspend(handler: Callable[[int, Any], None]) -> dict[int, Any]:
-    """Sets a handler for Ctrl-Z, unless there is one; {signal: the handler before}."""
+    """Sets a handler for Ctrl-Z, unless there is one; {signal: previous handler}."""
     if sys.platform != "win32" and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
         return {signal.SIGTSTP: signal.signal(signal.SIGTSTP, handler)}
     return {}
@@ -205,7 +205,7 @@ def was_killed(code: int) -> bool:
 
 
 def set_alarm(seconds: float) -> None:
-    """SIGALRM ends this process after so many seconds, whatever it is doing; 0: not any more. Not on Windows."""
+    """SIGALRM ends this process after so many seconds; 0 cancels it. Not on Windows."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -216,7 +216,7 @@ def ended_by_alarm(code: int) -> bool:
 
 @contextlib.contextmanager
 def time_limit(child: subprocess.Popen[bytes], seconds: float) -> Iterator[threading.Event]:
-    """Where a child can set no alarm, its parent kills it; the event tells that it did."""
+    """Where a child can set no alarm, its parent kills it; the event is set if it did."""
     late = threading.Event()
 
     def kill() -> None:

@@ -1,4 +1,4 @@
-"""`edgeft finetune`: all stages in order, each in a process of its own; complete ones are skipped."""
+"""`edgeft finetune`: all stages in order, each in its own process; complete ones are skipped."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ STAGES = ("prepare", "train", "export", "eval")
 
 
 def complete(run: Run, name: str) -> bool:
-    """A stage that is complete is not done again."""
-    made = {
+    """Whether all output files of a stage are valid."""
+    outputs = {
         "prepare": (run.tokens,),
         "train": (run.done,),
         "export": (run.model, run.exported),
         "eval": (run.evaluation,),
     }
-    return all(file.is_file() and (file.suffix != ".json" or read_json(file) is not None) for file in made[name])
+    return all(file.is_file() and (file.suffix != ".json" or read_json(file) is not None) for file in outputs[name])
 
 
 def finetune(
     run: Run, until: str, allowed: Allowance = Allowance(), to_stderr: bool = False, enforce: bool = False
 ) -> dict[str, Any]:
-    """Every stage up to `until`; the results in the run folder, put together. enforce: the system limits the memory."""
+    """Every stage up to `until`; returns the combined results. enforce: the system limits the memory."""
     peaks: dict[str, int] = {}
     with contextlib.ExitStack() as contexts:
         limit = contexts.enter_context(hard_limit(allowed.budget_bytes)) if enforce else None
-        children = contexts.enter_context(StageRunner(run, allowed, to_stderr, limit))
+        runner = contexts.enter_context(StageRunner(run, allowed, to_stderr, limit))
         for name in STAGES[: STAGES.index(until) + 1]:
             if complete(run, name):
                 continue
             if name == "train" and run.needs_search:
-                peaks["search"] = children.do("search")
+                peaks["search"] = runner.do("search")
             try:
-                peaks[name] = children.do(name)
+                peaks[name] = runner.do(name)
             except EdgeftError:
                 if name == "prepare":
-                    run.discard_if_empty()  # a mistake in the call leaves no folder behind
+                    run.discard_if_empty()  # an error in the arguments leaves no folder behind
                 raise
     if until == STAGES[-1] and not run.recipe.how.keep_data:
         run.drop_data()

@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from edgeft.search.files import Files
     from edgeft.search.problem import SearchRequest
 
-PLAN_ROWS = 600  # rows that `edgeft plan` reads, in about a second; they stand for the others
+PLAN_ROWS = 600  # rows that `edgeft plan` samples, in about a second
 
 
 def encode(recipe: Recipe) -> tuple[data_rows.Dataset, list[Encoded], list[Encoded], data_tokens.Dropped]:
-    """(rows as they are in their files, training rows as tokens, held-out rows, what was dropped)."""
+    """(rows of the files, tokenized training rows, tokenized held-out rows, dropped rows)."""
     from edgeft.formats.tokenizer import open_tokenizer
 
     config = recipe.data
     dataset = data_rows.load(config)
     tokenizer = open_tokenizer(model_source(recipe.model.path))
     train, dropped = data_tokens.encode_rows(dataset.train, tokenizer, config.max_tokens, config.system)
-    heldout, lost = data_tokens.encode_rows(
+    heldout, also_dropped = data_tokens.encode_rows(
         dataset.heldout[: config.heldout_rows], tokenizer, config.max_tokens, config.system
     )
     if not train:
         reason = dropped[0][1] if dropped else "there are none"
         raise DataError(f"no row can be trained on: {reason}", "raise data.max_tokens, or look with `edgeft data FILE`")
-    return dataset, train, heldout, dropped + lost
+    return dataset, train, heldout, dropped + also_dropped
 
 
 def prepare(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> tuple[list[Encoded], list[Encoded]]:
-    """Training and held-out rows as tokens; nothing is kept of a run that does not fit its budget."""
+    """Tokenized training and held-out rows; a run that does not fit its budget writes nothing."""
     if run.tokens.is_file():
         return data_tokens.load(run.tokens)
     started = time.monotonic()
@@ -68,10 +68,10 @@ def prepare(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> t
     }
     seconds, machine = round(time.monotonic() - started, 2), device.this_machine().about.removeprefix("this machine: ")
     run.log(PrepareEvent(dataset.format, seconds, machine, **counts))
-    lost_text = f", {counts['dropped'] + counts['skipped']} left out" if counts["dropped"] + counts["skipped"] else ""
+    left_out = counts["dropped"] + counts["skipped"]
     progress.line(
         f"data: {len(train)} rows to train on, {len(heldout)} held out ({dataset.split}), "
-        f"format {dataset.format}{lost_text}"
+        f"format {dataset.format}" + (f", {left_out} left out" if left_out else "")
     )
     return train, heldout
 
@@ -84,9 +84,9 @@ def make_plan(
     progress: Progress,
     engine: Engine | None = None,
 ) -> Recipe:
-    """The recipe as it fits the budget, with its figures in plan.json; DoesNotFitError if nothing does.
+    """The recipe that fits the budget, with its figures in plan.json; DoesNotFitError if none does.
 
-    sides: training and held-out rows. engine: what computes; None: predicted.
+    sides: training and held-out rows. engine: None: predicted.
     """
     from edgeft.plan import memory
     from edgeft.plan.fit import Job, Machine, make
@@ -106,7 +106,7 @@ def make_plan(
 
 
 def plan_of(recipe: Recipe, profile: Device, budget_bytes: int, fit: bool = False) -> dict[str, Any]:
-    """The plan of a run that is not begun: a header and some rows are read."""
+    """The plan of a run that is not started: reads the header and PLAN_ROWS rows."""
     from edgeft.formats.tokenizer import open_tokenizer
     from edgeft.plan.fit import Job, Machine, make
     from edgeft.plan.rows import Workload
@@ -116,15 +116,15 @@ def plan_of(recipe: Recipe, profile: Device, budget_bytes: int, fit: bool = Fals
     check_model(source, recipe.model.frozen)
     dataset = data_rows.load(data)
     tokenizer = open_tokenizer(source)
-    given, held = dataset.train, dataset.heldout[: data.heldout_rows]
-    some, few = given[:PLAN_ROWS], held[:PLAN_ROWS]
-    rows, _ = data_tokens.encode_rows(some, tokenizer, data.max_tokens, data.system)
-    heldout, _ = data_tokens.encode_rows(few, tokenizer, data.max_tokens, data.system)
+    all_train, all_heldout = dataset.train, dataset.heldout[: data.heldout_rows]
+    sample, heldout_sample = all_train[:PLAN_ROWS], all_heldout[:PLAN_ROWS]
+    rows, _ = data_tokens.encode_rows(sample, tokenizer, data.max_tokens, data.system)
+    heldout, _ = data_tokens.encode_rows(heldout_sample, tokenizer, data.max_tokens, data.system)
     if not rows:
         raise DataError("no row can be trained on: there are none", "look with `edgeft data FILE`")
-    # of those that are not looked at, as many are left out
-    count = round(len(given) * len(rows) / len(some))
-    held_count = round(len(held) * len(heldout) / len(few)) if few else 0
+    # the same share of the other rows is dropped
+    count = round(len(all_train) * len(rows) / len(sample))
+    held_count = round(len(all_heldout) * len(heldout) / len(heldout_sample)) if heldout_sample else 0
     here = profile.name == "auto"
     machine = Machine.here(recipe.how.threads) if here else Machine.of(profile, recipe.how.threads)
     load = Workload(rows, heldout, recipe, (count, held_count))
@@ -132,7 +132,7 @@ def plan_of(recipe: Recipe, profile: Device, budget_bytes: int, fit: bool = Fals
 
 
 def search(request: SearchRequest, files: Files, progress: Progress) -> dict[str, Any]:
-    """Writes recipe, heat map and numbers; returns the numbers, with the files' names."""
+    """Writes recipe, heat map and numbers; returns the numbers and the file names."""
     from edgeft.report.plots import write_heat_map
     from edgeft.search.problem import build_problem, solve
 

@@ -1,6 +1,6 @@
-"""What a run does is decided here, once: --fit, search, engine and planner, in this order.
+"""Resolves a run, once: --fit, search, engine and planner, in this order.
 
-A resumed run keeps its record. Only `--set how.…` or another budget makes it plan again; update and engine stay.
+A resumed run keeps its record. Only `--set how.…` or another budget plans it again; update and engine stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Sides = tuple[list[Encoded], list[Encoded]]  # training rows, held-out rows
 
 
 def resolve(run: Run, sides: Sides, allowed: Allowance, progress: Progress) -> tuple[Resolved, Engine]:
-    """(the record, written if it is new; what computes)."""
+    """(the record, written if it is new; the engine)."""
     before = run.recorded()
     if before is not None and run.record.is_file() and _is_for(before, run.recipe, allowed):
         return before, choose_engine(before.recipe, sides[0], progress, before.engine)
@@ -49,7 +49,7 @@ def _decide(
         update_why = before.update_why
     planned = (run.read_json(run.plan) or {}) if allowed.budget_bytes else {}
     how = recipe.how
-    if how.products == "auto":  # the planner may have left out bf16
+    if how.products == "auto":  # the planner may have disabled bf16
         how = replace(how, products=(planned.get("how") or {}).get("products", "auto"))
     if how.compile == "auto" and planned.get("compiled_to_fit"):
         how = replace(how, compile="on")

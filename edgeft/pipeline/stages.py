@@ -40,7 +40,7 @@ def train(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> Non
     source = model_source(run.recipe.model.path)
     shape = plan.shape_of(source, run.recipe.model.frozen)
     if max(int(r.ids.max()) for r in rows + heldout) >= shape.vocabulary:
-        raise RunError(f"{run.tokens} holds tokens that the model does not have", "delete it: it is made again")
+        raise RunError(f"{run.tokens} contains tokens that the model does not have", "delete it: it is computed again")
     resolved, engine = resolve(run, (rows, heldout), allowed, progress)
     stack, scheme, parameters = build(resolved.recipe, engine)
     trained = sum(p.numel() for p in parameters.values())
@@ -66,7 +66,7 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress, b
         raise ExportError(f"unknown format `{kind}`", f"known: {', '.join(FORMATS)}")
     if kind == "gguf":
         check_type(type_name)
-    # weights are read twice here, once to be copied and once for the check: none of them need stay in memory
+    # weights are read twice, for the copy and for the check: they need not stay in memory
     stack, scheme, _ = trained_stack(run, progress, choose.recalled(run), spare_memory=True)
     source = model_source(run.recipe.model.path)
     job = Job(run, stack, scheme, source, out, type_name, progress, budget_bytes)
@@ -74,8 +74,8 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress, b
 
 
 def _check_scheme_and_disk(run: Run, source: str) -> None:
-    """Refuses blocks and tensors that the model does not have, and a run that the disk has no room for, as far as that
-    can be known without its rows."""
+    """Rejects blocks and tensors that the model does not have, and a run that does not fit the disk, as far as is known
+    without its rows."""
     from edgeft import plan
     from edgeft.methods import scheme
     from edgeft.plan.fit import disk_needs
@@ -85,7 +85,7 @@ def _check_scheme_and_disk(run: Run, source: str) -> None:
 
 
 def do_stage(run: Run, name: str, progress: Progress, allowed: Allowance = Allowance()) -> None:
-    """One stage of `edgeft finetune`, in its own process; the outcome is in the run folder."""
+    """One stage of `edgeft finetune`, in its own process; the result is in the run folder."""
     with run.stage(name):
         _do_stage(run, name, progress, allowed)
     if name == "eval" and run.evaluation.is_file():
@@ -99,7 +99,7 @@ def _do_stage(run: Run, name: str, progress: Progress, allowed: Allowance) -> No
     if name in ("search", "export", "eval"):
         from edgeft.train.governor import Governor
 
-        Governor(run, progress).pause_if_needed()  # the train stage asks between micro-batches; these at their start
+        Governor(run, progress).pause_if_needed()  # train does so between micro-batches, these at their start
     if name == "prepare":
         check_model(source, run.recipe.model.frozen)
         if is_gguf(source):

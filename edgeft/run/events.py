@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 @dataclass(frozen=True)
 class Event:
-    name: ClassVar[str]  # `step` of StepEvent, unless the class gives another
+    name: ClassVar[str]  # `step` for StepEvent, unless the class sets another
 
     def __init_subclass__(cls) -> None:
         cls.name = cls.__dict__.get("name", cls.__name__.removesuffix("Event").lower())
@@ -52,8 +52,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 @dataclass(frozen=True)
 class StageEvent(Event):
-    """One process's part of a stage; a resumed stage has several. A stage inside another (trunk in train) has its own,
-    and its seconds count there alone."""
+    """The part of a stage in one process; a resumed stage has several. A nested stage (trunk in train) has its own, and
+    its seconds count only there."""
 
     stage: str  # prepare, search, trunk, train, export, eval
     begin: float  # seconds since 1970
@@ -158,7 +158,7 @@ class DamagedEvent(Event):
 
 @dataclass(frozen=True)
 class MemoryEvent(Event):
-    """Memory ran short: smaller micro-batches from here on, or the run stopped."""
+    """Memory was short: micro-batches are smaller from here on, or the run stopped."""
 
     why: str
     rss_bytes: int
@@ -169,12 +169,12 @@ class MemoryEvent(Event):
 
 @dataclass(frozen=True)
 class PauseEvent(Event):
-    """Every 30 s: temperature, battery, and what was paused since the last one."""
+    """Every 30 s: temperature, battery, and the paused time since the last one."""
 
     name = "governor"
     paused_s: dict[str, float] = field(default_factory=dict)  # by reason
     throttled: list[str] = field(default_factory=list)
     celsius: float | None = None
     battery_percent: float | None = None
-    pausing: str | None = None  # reason of the pause that lasts
-    share: float | None = None  # of the time that is worked, below 1
+    pausing: str | None = None  # reason of the present pause
+    share: float | None = None  # duty cycle, if below 1

@@ -14,21 +14,21 @@ from typing import Any
 
 from edgeft import config
 from edgeft.errors import ConfigError, ConfigWarning, RunError
-from edgeft.host.files import _LEFT, LockFile, atomic_write, read_json, remove_tree, sweep, wrap_os_errors, write_json
+from edgeft.host.files import _TMP, LockFile, atomic_write, read_json, remove_tree, sweep, wrap_os_errors, write_json
 from edgeft.host.system import peak_bytes
 from edgeft.run.events import Event, StageEvent, read_events
 from edgeft.run.record import Resolved, of_earlier_version
 
-LOCK_WAIT_S = 1.0  # a process that was killed a moment ago may still be on its way out
+LOCK_WAIT_S = 1.0  # a killed process may take a moment to exit
 
 
-def _is_left(file: Path) -> bool:
-    """By a start that was killed before there was a run."""
-    return file.name == "lock" or _LEFT.fullmatch(file.name) is not None
+def _is_leftover(file: Path) -> bool:
+    """Was it left by a process that was killed before the run existed?"""
+    return file.name == "lock" or _TMP.fullmatch(file.name) is not None
 
 
 class Run:
-    """A run folder and the names of what lies in it."""
+    """A run folder and the paths in it."""
 
     def __init__(self, path: Path, recipe: config.Recipe) -> None:
         self.path, self.recipe = path, recipe
@@ -48,27 +48,27 @@ class Run:
         self._lock: LockFile | None = None
         self._resolved: Resolved | None = None
         self.paused_s = 0.0  # by the governor, in this process
-        self._inner_s = self._inner_paused_s = 0.0  # of stages inside the present one
+        self._inner_s = self._inner_paused_s = 0.0  # of stages nested in the present one
 
     @staticmethod
     def open(path: str | Path) -> Run:
-        """A run that is there already."""
+        """An existing run."""
         path = Path(path)
         file = path / "recipe.yaml"
         if not file.is_file():
-            raise RunError(f"{path} is no run folder (it holds no recipe.yaml)", "`edgeft runs` lists the runs")
+            raise RunError(f"{path} is not a run folder (it has no recipe.yaml)", "`edgeft runs` lists the runs")
         return Run(path, config.build(config.Recipe, config.read_yaml(file), recorded=True))
 
     @staticmethod
     def start(path: Path, recipe: config.Recipe, resume: bool) -> Run:
-        """A new run, or with `resume` the one that is there, if it learns the same thing."""
+        """A new run, or with `resume` the existing one if it has the same learning identity."""
         if (path / "recipe.yaml").exists():
             if not resume:
-                raise RunError(f"{path} holds a run already", "go on with --resume, or name another folder with --out")
+                raise RunError(f"{path} already contains a run", "continue with --resume, or choose another --out")
             earlier = Run.open(path).recipe
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConfigWarning)
-                config.build(config.Recipe, config.read_yaml(path / "recipe.yaml"))  # refuses values that are gone
+                config.build(config.Recipe, config.read_yaml(path / "recipe.yaml"))  # rejects values that were removed
             if recipe.update.needs_search and earlier.update.blocks == "auto":  # earlier versions filled in the parts
                 recipe = dataclasses.replace(recipe, update=earlier.update)
             before, now = config.learning_identity(earlier), config.learning_identity(recipe)
@@ -79,16 +79,16 @@ class Run:
                 if before[part].get(key) != value
             ]
             if changed:
-                hint = "resume with the same settings, or name another folder with --out"
+                hint = "resume with the same settings, or choose another folder with --out"
                 raise RunError(f"{path} was made with another recipe: {'; '.join(changed[:3])}", hint)
-        elif path.exists() and (not path.is_dir() or any(not _is_left(file) for file in path.iterdir())):
-            raise RunError(f"{path} is there already and is no run folder", "name another folder with --out")
+        elif path.exists() and (not path.is_dir() or any(not _is_leftover(file) for file in path.iterdir())):
+            raise RunError(f"{path} already exists and is not a run folder", "choose another folder with --out")
         elif resume:
             raise RunError(f"there is no run in {path} to resume", "leave out --resume to start one")
         run = Run(path, recipe)
         with wrap_os_errors(path):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.chmod(0o700)  # it holds the user's data
+            path.chmod(0o700)  # it contains the user's data
         run.lock()
         for folder in (path, run.checkpoints, run.trunk):
             sweep(folder, locked=True)
@@ -97,15 +97,15 @@ class Run:
         return run
 
     def recorded(self) -> Resolved | None:
-        """The record, also of a run made by an earlier version; None: nothing is decided yet."""
+        """The record, also of a run made by an earlier version; None: not resolved yet."""
         if self._resolved is None:
-            known = self.record.is_file()
-            self._resolved = Resolved.read(self.record) if known else of_earlier_version(self.path, self.recipe)
+            exists = self.record.is_file()
+            self._resolved = Resolved.read(self.record) if exists else of_earlier_version(self.path, self.recipe)
         return self._resolved
 
     @property
     def fitted(self) -> config.Recipe:
-        """The recipe as asked, or as --fit made it smaller; the search comes after it."""
+        """The recipe as asked, or as --fit reduced it; before the search."""
         smaller = (read_json(self.plan) or {}).get("fitted")
         if not smaller:
             return self.recipe
@@ -128,7 +128,7 @@ class Run:
         return recorded.recipe if recorded else self.recipe
 
     def lock(self) -> None:
-        """Held until this process ends, however it ends."""
+        """Held until this process ends, even if it is killed."""
         deadline = time.monotonic() + LOCK_WAIT_S
         with wrap_os_errors(self.path / "lock"):
             self._lock = LockFile(self.path / "lock")
@@ -138,11 +138,11 @@ class Run:
                 time.sleep(0.05)
 
     def lock_handle(self) -> int | None:
-        """For a stage's own process, which holds the same lock until it ends."""
+        """For the process of a stage, which holds the same lock until it ends."""
         return None if self._lock is None else self._lock.handle
 
     def discard_if_empty(self) -> None:
-        """Takes away a folder in which nothing has been made yet."""
+        """Deletes the folder of a run that has no results yet."""
         if self.tokens.exists():
             return
         if self._lock is not None:
@@ -155,37 +155,37 @@ class Run:
                 self.path.rmdir()
 
     def drop_data(self) -> None:
-        """Takes away the rows' tokens and what was computed from them; what was learned stays."""
+        """Deletes the tokens and the trunk cache; trained weights stay."""
         from edgeft.host import cache
 
         with wrap_os_errors(self.path):
             self.tokens.unlink(missing_ok=True)
             remove_tree(self.trunk)
-            cache.forget(self.path)
+            cache.remove_user(self.path)
 
     @staticmethod
     def check_removable(path: Path) -> None:
-        """RunError where `remove` must not do anything; a damaged recipe is no reason."""
+        """RunError if `remove` must not delete it; a damaged recipe may be deleted."""
         if path.is_symlink():
-            raise RunError(f"{path} is a link", "name the folder itself")
+            raise RunError(f"{path} is a link", "give the folder itself")
         if not (path / "recipe.yaml").is_file() or not (path / "lock").is_file():
-            raise RunError(f"{path} is no run folder (it holds no recipe.yaml or no lock)", "`edgeft runs` lists them")
+            raise RunError(f"{path} is not a run folder (it has no recipe.yaml or no lock)", "`edgeft runs` lists them")
         if Path.cwd().is_relative_to(path.resolve()):
-            raise RunError(f"{path} is the folder that you are in", "leave it first")
+            raise RunError(f"{path} is the current folder", "leave it first")
 
     @staticmethod
     def remove(path: Path) -> int:
-        """Takes away a whole run, with what it alone uses in the shared cache; bytes freed. No link is followed."""
+        """Deletes a run, and shared cache entries that only it uses; bytes freed. No link is followed."""
         from edgeft.host import cache
 
         Run.check_removable(path)
         run = Run(path, config.Recipe())
         run.lock()
         size = sum(file.lstat().st_size for file in path.rglob("*"))
-        with wrap_os_errors(path, "`ls -l` shows who may"):
-            freed = cache.forget(path)
+        with wrap_os_errors(path, "check the permissions with `ls -l`"):
+            freed = cache.remove_user(path)
             for item in path.iterdir():
-                if item.name not in ("recipe.yaml", "lock"):  # last: without them it would be no run any more
+                if item.name not in ("recipe.yaml", "lock"):  # last: without them it would not be a run folder
                     remove_tree(item)
             remove_tree(path)
         return size + freed
@@ -196,7 +196,7 @@ class Run:
         with wrap_os_errors(self.metrics), self.metrics.open("ab+") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                line = line if file.read(1) == b"\n" else "\n" + line  # the one before was cut off
+                line = line if file.read(1) == b"\n" else "\n" + line  # the previous line is truncated
             file.write(line.encode())
 
     @contextlib.contextmanager
@@ -223,7 +223,7 @@ class Run:
         peaks: dict[str, int] = {}
         for event in self.stages():
             peaks[event.stage] = max(event.peak_bytes, peaks.get(event.stage, 0))
-        before = {} if peaks else read_json(self.path / "peaks.json") or {}  # made before there were stage events
+        before = {} if peaks else read_json(self.path / "peaks.json") or {}  # from a version without stage events
         return peaks or {name: size for name, size in before.items() if isinstance(size, int)}
 
     def read_json(self, path: Path) -> dict[str, Any] | None:
@@ -233,20 +233,20 @@ class Run:
         write_json(path, values)
 
     def events(self) -> list[dict[str, Any]]:
-        """What metrics.jsonl holds; a last line cut off by a crash is left out."""
-        found = []
+        """The lines of metrics.jsonl; one truncated by a crash is skipped."""
+        events = []
         with contextlib.suppress(OSError):
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
                 with contextlib.suppress(ValueError, RecursionError):
                     event = json.loads(line)
-                    found += [event] if isinstance(event, dict) else []
-        return found
+                    events += [event] if isinstance(event, dict) else []
+        return events
 
 
 def runs(folder: Path) -> list[Run]:
     """The runs below a folder, newest last."""
-    found = []
+    opened = []
     for file in sorted(folder.glob("*/recipe.yaml"), key=lambda f: f.stat().st_mtime):
         with contextlib.suppress(RunError, ConfigError):
-            found.append(Run.open(file.parent))
-    return found
+            opened.append(Run.open(file.parent))
+    return opened

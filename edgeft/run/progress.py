@@ -1,4 +1,4 @@
-"""How stages tell what they do; the command line draws it, tests and scripts may leave it silent."""
+"""Progress reports of the stages: the command line draws them, tests and scripts may ignore them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from typing import Any
 
 
 class Progress:
-    """Says nothing. The command line has one that draws."""
+    """Ignores all reports; `ui.screen.Screen` draws them."""
 
     def stage(self, name: str, total: float) -> None:
-        """A stage begins; `total` is what `advance` will add up to."""
+        """A stage begins; `total` is the sum of all `advance` calls."""
 
     def advance(self, amount: float, note: str = "") -> None:
         """A part of the stage is done."""
 
     def left(self, stage_s: float, all_s: float) -> None:
-        """So long will the rest of this stage take, and all that follows, later stages included."""
+        """Remaining seconds of this stage, and of the run with all later stages."""
 
     def plan(self, plan: dict[str, Any]) -> None:
-        """What the run will need, before it begins."""
+        """The plan of the run, before it begins."""
 
     def line(self, text: str) -> None:
-        """Something worth keeping on the screen."""
+        """A line that stays on the screen."""
 
     def pause(self, text: str) -> None:
-        """Work stops for a while: what is left takes no longer for that."""
+        """A pause begins; it does not count in the remaining time."""
         self.line(text)
 
-    def go_on(self, text: str) -> None:
+    def resume(self, text: str) -> None:
         """The pause is over."""
         self.line(text)
 

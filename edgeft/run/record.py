@@ -1,12 +1,13 @@
-"""The record of a run: what was asked, what planner, search and engine chose, and why.
+"""The record of a run: the recipe as asked, what planner, search and engine chose, and why.
 
 It is written once, before training; every later stage reads it. What changes later is an event in metrics.jsonl.
 """
 
 from __future__ import annotations
 
+import typing
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,17 @@ BEFORE = "recorded by an earlier version, without reasons"
 
 @dataclass(frozen=True)
 class Allowance:
-    """What the user lets a run use."""
+    """Resources that the user allows a run."""
 
     device: str = "auto"  # name of the device profile
-    budget_bytes: int = 0  # 0: no limit, nothing is planned
-    fit: bool = False  # the run may learn less to fit
+    budget_bytes: int = 0  # 0: no limit, no plan
+    fit: bool = False  # the run may train less to fit
 
 
 @dataclass(frozen=True)
 class EngineChoice:
     kernels: bool  # False: plain torch
-    half: bool  # products of bf16 operands
+    half: bool  # bf16 GEMMs
     why: str = ""
 
 
@@ -49,25 +50,35 @@ class Resolved:
     @staticmethod
     def read(path: Path) -> Resolved:
         try:
-            values = read_json(path) or {}
-            for key in ("asked", "recipe"):
-                values[key] = config.build(Recipe, values[key], recorded=True)
-            values["engine"] = EngineChoice(**values["engine"])
-            return Resolved(**values)
-        except (ConfigError, KeyError, TypeError) as error:
-            hint = "start another run: nobody can say what this one was"
+            values = _require(Resolved, read_json(path), "the record")
+            _require(EngineChoice, values["engine"], "`engine`")
+            asked, recipe = (config.build(Recipe, values.pop(key), recorded=True) for key in ("asked", "recipe"))
+            empty = Resolved(asked, recipe, "", 0, EngineChoice(kernels=False, half=False), "", "")
+            return typing.cast(Resolved, config.build(Resolved, values, base=empty))
+        except ConfigError as error:
+            hint = "start another run: the settings of this one are lost"
             raise DamagedError(f"{path} is damaged: {error}", hint) from None
 
 
+def _require(cls: type[Any], values: Any, name: str) -> dict[str, Any]:
+    """`values`, if it is a table with every field of `cls` that has no default."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} is not a table of keys")
+    for f in fields(cls):
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
+            raise ConfigError(f"{name} has no `{f.name}`")
+    return values
+
+
 def read_engine(path: Path) -> EngineChoice | None:
-    """`engine.json`, as the search's cache keeps it."""
+    """`engine.json`, as in the cache of the search."""
     values = read_json(path) or {}
     kernels, half = values.get("kernels"), values.get("half", False)
     return EngineChoice(kernels, half, BEFORE) if isinstance(kernels, bool) and isinstance(half, bool) else None
 
 
 def of_earlier_version(folder: Path, recipe: Recipe) -> Resolved | None:
-    """From recipe.yaml with `update.parts` filled in, plan.json, search.json and engine.json; None: not begun."""
+    """From recipe.yaml with `update.parts` filled in, plan.json, search.json and engine.json; None: not started."""
     engine = read_engine(folder / "engine.json")
     if engine is None and not (folder / "best.safetensors").is_file():
         return None
@@ -78,10 +89,11 @@ def of_earlier_version(folder: Path, recipe: Recipe) -> Resolved | None:
         how = config.build(ExecutionConfig, planned.get("how") or {}, "how", how, recorded=True)
     compiled, products = "on" if engine.kernels else "off", "bf16" if engine.half else "fp32"
     effective = replace(recipe, how=replace(how, compile=compiled, products=products))
-    budget, figures = planned.get("budget_bytes") or 0, search_figures(search)
-    return Resolved(recipe, effective, "unknown", int(budget), engine, BEFORE, BEFORE, search=figures)
+    budget = planned.get("budget_bytes")
+    known = budget if isinstance(budget, int) else 0
+    return Resolved(recipe, effective, "unknown", known, engine, BEFORE, BEFORE, search=search_figures(search))
 
 
 def search_figures(search: dict[str, Any]) -> dict[str, Any]:
-    """What of search.json the record keeps."""
+    """The part of search.json that the record keeps."""
     return {key: search[key] for key in ("trained_parameters", "cut", "gain_share", "peak_bytes") if key in search}

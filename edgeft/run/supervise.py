@@ -1,6 +1,6 @@
-"""Runs each stage in a process of its own, so that the memory peak of one is not added to the next.
+"""Runs each stage in its own process, so that the memory peak of one is not added to the next.
 
-A stage ends with this process, gets each request to stop once, and holds the lock of the run for as long as it lives.
+A stage ends with this process, gets each stop request once, and holds the lock of the run until it ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from edgeft.run.folder import Run
 from edgeft.run.record import Allowance
 
 STOPPED = 130  # the exit code after Ctrl-C or SIGTERM
-
-ERROR_BYTES = 4000  # of a message to the parent: always fits into a pipe
+ERROR_BYTES = 4000  # of a message to the parent: fits into a pipe buffer
 
 # Not `python -m edgeft`: that would import modules from the current folder first, where the user's own files are.
 BOOT = (
@@ -32,14 +31,14 @@ BOOT = (
 
 
 class StageRunner:
-    """Runs one stage at a time; as a context, it passes requests to stop on to the stage."""
+    """Runs one stage at a time; as a context manager, it forwards stop requests to the stage."""
 
     def __init__(
         self, run: Run, allowed: Allowance = Allowance(), to_stderr: bool = False, limit: Limit | None = None
     ) -> None:
         self.run, self.allowed, self.to_stderr, self.limit = run, allowed, to_stderr, limit
         self.child: subprocess.Popen[bytes] | None = None
-        self.asked = 0  # requests to stop so far
+        self.stop_requests = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StageRunner:
@@ -54,11 +53,11 @@ class StageRunner:
             signal.signal(number, handler)
 
     def _stop(self, number: int, frame: Any) -> None:
-        """The first request is passed on as SIGTERM, whatever it was: a stage that also got the SIGINT still sees one
-        request only. A second Ctrl-C is passed on as it is."""
-        self.asked += 1
+        """The first request is forwarded as SIGTERM, whatever it was: a stage that also got the SIGINT still sees one
+        request only. A second Ctrl-C is forwarded as it is."""
+        self.stop_requests += 1
         if self.child is not None:
-            system.request_stop(self.child, signal.SIGTERM if self.asked == 1 else number)
+            system.request_stop(self.child, signal.SIGTERM if self.stop_requests == 1 else number)
 
     def _suspend(self, number: int, frame: Any) -> None:
         """Ctrl-Z does not reach the stage, which is in a session of its own."""
@@ -66,7 +65,7 @@ class StageRunner:
 
     def do(self, name: str) -> int:
         """Runs one stage to its end; returns its peak in bytes."""
-        if self.asked:
+        if self.stop_requests:
             raise KeyboardInterrupt
         answers, answer = os.pipe()
         lock = self.run.lock_handle()
@@ -87,7 +86,7 @@ class StageRunner:
             child = subprocess.Popen(command, **system.child_options(handles, self.limit.join if self.limit else None))
             self.child = child
             os.close(answer)
-            if self.asked:  # while it was starting
+            if self.stop_requests:  # while it was starting
                 system.request_stop(child)
             code = child.wait()
             self.child = None
@@ -109,8 +108,8 @@ class StageRunner:
             raise BrokenPipeError
         if code == STOPPED:
             raise KeyboardInterrupt
-        hint = f"go on with `edgeft finetune --resume --out {self.run.path}`"
-        if code < 0 and self.asked:  # before it could handle signals
+        hint = f"continue with `edgeft finetune --resume --out {self.run.path}`"
+        if code < 0 and self.stop_requests:  # before it could handle signals
             raise StoppedError(f"stopped in the {name} stage; completed work is kept", hint)
         if system.was_killed(code) and self.limit is not None and self.limit.kills:
             raise DoesNotFitError(

@@ -19,32 +19,32 @@ if TYPE_CHECKING:
     from edgeft.methods.scheme import Scheme
 
 
-def use_threads(asked: int) -> int:
-    """Compute threads: as asked, but never more than there are cores here (a profile may be of a larger machine)."""
+def use_threads(count: int) -> int:
+    """Sets torch's threads to `count` (0: all cores), at most the cores of this machine; a profile may name more."""
     import torch
 
     cores = device.cores()
-    threads = min(asked or cores, cores)
+    threads = min(count or cores, cores)
     torch.set_num_threads(threads)
     return threads
 
 
 def load_stack(recipe: Recipe, engine: Engine | None = None) -> Stack:
-    """The model, all of it frozen."""
+    """The model, with all weights frozen."""
     from edgeft.engine.backend import TORCH
     from edgeft.engine.load import load
 
     backend = engine.backend if engine else TORCH
     backend.memory.set_release(recipe.how.spare_memory)
     use_threads(recipe.how.threads)
-    lean = backend.runs_blocks and not methods.get(recipe.update.method).uses_peft
-    stack = load(model_source(recipe.model.path), recipe.model.frozen, lean)
+    skeleton = backend.runs_blocks and not methods.get(recipe.update.method).uses_peft
+    stack = load(model_source(recipe.model.path), recipe.model.frozen, skeleton)
     stack.configure(backend=backend, bf16=engine is not None and engine.bf16)
     return stack
 
 
 def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, dict[str, Any]]:
-    """The model with the recipe's scheme in it, untrained: (stack, scheme, trained parameters by name)."""
+    """The model with the recipe's scheme applied, untrained: (stack, scheme, trained parameters by name)."""
     from edgeft.methods import scheme
 
     stack = load_stack(recipe, engine)
@@ -61,7 +61,7 @@ def trained_stack(
 
     if not run.best.is_file():
         raise RunError(
-            f"{run.path} has no trained weights yet", f"go on with `edgeft finetune --resume --out {run.path}`"
+            f"{run.path} has no trained weights yet", f"continue with `edgeft finetune --resume --out {run.path}`"
         )
     how = replace(run.recipe.how, spare_memory=spare_memory)
     stack, scheme, parameters = build(replace(run.effective, how=how), engine)

@@ -1,4 +1,4 @@
-"""Precisions of the trunk cache: hidden states as rows of bytes. Every row has the same number of bytes."""
+"""Formats of the trunk cache: hidden states as rows of bytes. Every row has the same number of bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgeft.formats import ggml
 class Codec:
     """States (T, d) float32 ↔ rows of bytes (T, row_bytes)."""
 
-    tail_bytes = 0  # what the file holds behind its last row
+    tail_bytes = 0  # of the file, after its last row
 
     def __init__(self, width: int) -> None:
         self.width, self.row_bytes = width, 4 * width
@@ -21,14 +21,14 @@ class Codec:
         return hidden.contiguous().numpy().view(np.uint8)
 
     def decode(self, rows: np.ndarray) -> torch.Tensor:
-        # a copy in torch's own memory: products round by how their operands are aligned, and numpy's are anyhow
+        # a copy in torch's memory: a GEMM's rounding depends on the alignment of its operands, and numpy's varies
         return torch.from_numpy(rows.view(np.float32)).clone()
 
     def tail(self) -> bytes:
         return b""
 
     def read_tail(self, data: bytes) -> None:
-        """Takes up where an earlier process stopped."""
+        """Restores the state of an earlier process."""
 
 
 class Half(Codec):
@@ -48,10 +48,10 @@ class Half(Codec):
 
 
 class Int8(Codec):
-    """Channels divided by their usual size, then ggml's q8_0: groups of 32 int8 values with an fp16 scale each.
+    """Channels divided by their median magnitude, then ggml's q8_0: groups of 32 int8 values with an fp16 scale each.
 
-    A few channels of a LLaMA's hidden states are far larger than the rest: with one scale per token all others drown.
-    Channel sizes here are those of the first 400 tokens; in use, those of the first micro-batch.
+    LLaMA's hidden states have a few outlier channels: with one scale per token, all others lose their precision.
+    Measured with the channel magnitudes of the first 400 tokens; in use they are those of the first micro-batch.
     Relative error of a token's states, mean over the tokens of 64 handbook rows in
     SmolLM2-135M at cuts 3, 11 and 20, all channels | all but the 4 largest | worst token of the latter at cut 20:
         one scale per token          2.7 2.9 2.9 %  | 6.3 4.8 4.2 %    | 65 %
@@ -60,8 +60,8 @@ class Int8(Codec):
         channels ÷ rms, q8_0         0.7 0.5 2.4 %  | 0.5 0.5 0.6 %    | 0.8 %
         channels ÷ median, q8_0      0.7 0.7 0.7 %  | 0.6 0.6 0.6 %    | 1.0 %   (this one)
         fp16                         0.02 %         | 0.02 %           | 0.03 %
-    The rms suffers at cut 20, where one value reaches 24,827 and the largest of the median token is 119; the likely
-    reason is that few such tokens set the rms of a channel, which was not looked into.
+    The rms is worse at cut 20, where one value reaches 24,827 and the largest of the median token is 119; probably
+    (not measured) a few such tokens dominate the rms of a channel.
     """
 
     def __init__(self, width: int) -> None:
@@ -69,7 +69,7 @@ class Int8(Codec):
         if not ggml.fits_row(ggml.Q8_0, width):
             raise ModelError(f"the int8 trunk cache packs 32 channels, and this model has {width}", "use fp16")
         self.row_bytes, self.tail_bytes = ggml.row_bytes(ggml.Q8_0, width), 4 * width
-        self.channels: np.ndarray | None = None  # (d,) their median size in the first states that were seen
+        self.channels: np.ndarray | None = None  # (d,) median magnitude in the first states encoded
 
     def encode(self, hidden: torch.Tensor) -> np.ndarray:
         values = hidden.numpy()
@@ -88,8 +88,8 @@ class Int8(Codec):
         return b"" if self.channels is None else self.channels.tobytes()
 
     def read_tail(self, data: bytes) -> None:
-        found = np.frombuffer(data, np.float32).copy()
-        self.channels = found if found.any() else None  # block by block, they come with the last block
+        channels = np.frombuffer(data, np.float32).copy()
+        self.channels = channels if channels.any() else None  # block by block, they are written in the last block
 
 
 CODECS = {"fp32": Codec, "fp16": Half, "int8": Int8}

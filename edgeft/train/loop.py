@@ -1,7 +1,7 @@
 """The training loop: from the trunk's cache to the best checkpoint.
 
 The order of rows, the schedule and the optimiser depend on the recipe and the step alone, so a resumed run
-ends with the same bits as one that never stopped.
+ends with the same bits as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from edgeft.run.progress import Progress
 from edgeft.train import checkpoint, trunk
 from edgeft.train.governor import Governor, stop_requests
 from edgeft.train.totals import Guard, Remaining, StepTotals
-from edgeft.train.watch import Watch, is_refusal
+from edgeft.train.watch import Watch, is_out_of_memory
 
-CHOOSING_ROWS = 8  # whose gradients decide which channels are trained
+CHOOSING_ROWS = 8  # their gradients decide which channels are trained
 
 
 class Trainer:
@@ -75,26 +75,26 @@ class Trainer:
         self.best_loss = math.inf
         self.best_step = 0
         self.base_loss = math.nan
-        self.trained_s = 0.0  # seconds of training in all processes of this run
-        self.checkpoint_s = 0.0  # seconds of writing checkpoints in this process
-        self.save_s = 0.0  # of the last one
-        self.saved: int | None = None  # the step that this process saved last
+        self.trained_s = 0.0  # of all processes of this run
+        self.checkpoint_s = 0.0  # spent writing checkpoints in this process
+        self.save_s = 0.0  # of the last checkpoint
+        self.saved: int | None = None  # last step that this process saved
         self.guard = Guard()
         self.began = time.monotonic()
-        self.governor = Governor(run, progress)  # `fit` has one that hears requests to stop
-        self.trunk = trunk.Trunk(stack, scheme.cut, None)  # until `fit` has its cache
+        self.governor = Governor(run, progress)  # `fit` makes one that handles stop requests
+        self.trunk = trunk.Trunk(stack, scheme.cut, None)  # `fit` opens the cache
         self._epoch = -1  # of `_order`
         self._order: list[int] = []
         self.process = psutil.Process()
         longest = max(map(len, self.forest.paths))
-        # not through self: a trainer that is no longer used must go, and its run's lock with it
+        # no reference to self: a cycle would keep an unused trainer alive, and with it the lock of its run
         process, pool = self.process, self.memory.pool
         rss, resize = lambda: int(process.memory_info().rss), lambda tokens: pool.resize(padded(tokens))
         self.watch = Watch(run, progress, longest, rss, resize)
         self.remaining = Remaining(run.read_json(run.plan) or {}, self.schedule.steps)
 
     def _choose_channels(self) -> None:
-        """`update.choose: gradient`: a backward pass over a few rows, each on its own, whatever the micro-batches."""
+        """`update.choose: gradient`: a backward pass over a few rows, one at a time, whatever the micro-batches."""
         order = epoch_order(self.forest, self.rows, self.recipe.train.seed, 0, grouped=False)
 
         def backward() -> None:
@@ -105,8 +105,8 @@ class Trainer:
 
         if not self.scheme.method.choose_channels(self.stack, self.scheme, backward):
             return
-        self.memory.pool.resize(self.memory.pool.rows)  # it took buffers of other widths than training does
-        self.memory.trim(always=True)  # and most of it was done in plain torch, outside the pool
+        self.memory.pool.resize(self.memory.pool.rows)  # it used buffers of other widths than training does
+        self.memory.trim(always=True)  # and most of it ran in plain torch, outside the pool
         self.progress.line(f"channels chosen by the gradients of {min(CHOOSING_ROWS, len(order))} rows")
 
     def step_rows(self, step: int) -> list[int]:
@@ -122,37 +122,37 @@ class Trainer:
         """Gradients of the mean loss over all targets of these rows, whatever the micro-batches; None: stopped."""
         targets = self.forest.trained(rows)
         parts = self._parts(rows)
-        passed = StepTotals()
+        totals = StepTotals()
         while parts:
             if stopping():
                 return None
-            if self.watch.check_memory():  # the same rows in smaller passes
+            if self.watch.check_memory():  # the same rows in smaller micro-batches
                 parts = self._parts([row for part in parts for row in part])
             part = parts.pop(0)
             nodes, batch = batch_of(self.forest, part)
             piece = self.loss(nodes, batch) / targets
-            passed.loss += float(piece.detach())
-            with nullcontext() if parts else self.optimizer.last_pass(passed.loss):
+            totals.loss += float(piece.detach())
+            with nullcontext() if parts else self.optimizer.last_pass(totals.loss):
                 piece.backward()  # type: ignore[no-untyped-call]
             del piece  # its graph would hold memory into the next pass
-            passed.tokens += len(nodes)
-            passed.flops += self.flops(batch)
-        return passed
+            totals.tokens += len(nodes)
+            totals.flops += self.flops(batch)
+        return totals
 
     def _parts(self, rows: list[int]) -> list[list[int]]:
         return list(self.forest.micro_batches(rows, self.watch.tokens))
 
     def loss(self, nodes: np.ndarray, batch: Batch) -> torch.Tensor:
         """Sum over the batch's targets."""
-        seen = self.trunk.hidden(nodes, batch)
-        hidden = self.stack.top(seen, batch, self.scheme.cut)
+        at_cut = self.trunk.hidden(nodes, batch)
+        hidden = self.stack.top(at_cut, batch, self.scheme.cut)
         return self.stack.head.loss(hidden, batch.targets)
 
     def flops(self, batch: Batch) -> float:
-        """What this batch needs, forward and backward."""
-        asked = torch.unique(batch.at)
-        seen = batch.positions + 1  # tokens that each one sees
-        sizes = Pass(len(seen), int(seen.sum()), len(asked), int(seen[asked].sum()), len(batch.targets))
+        """Forward and backward, of this batch."""
+        queries = torch.unique(batch.at)
+        context = batch.positions + 1  # tokens that each one attends to
+        sizes = Pass(len(context), int(context.sum()), len(queries), int(context[queries].sum()), len(batch.targets))
         active = self.rotation.active
         below = [step_flops(self.shape, scheme, sizes, back=False) for scheme in (self.scheme, active)]
         return step_flops(self.shape, active, sizes) + below[0] - below[1]
@@ -164,7 +164,7 @@ class Trainer:
         total = 0.0
         with torch.no_grad():
             for part in self.forest.micro_batches(self.heldout, self.watch.tokens):
-                self.governor.pause_if_needed()  # asked to stop, the loop does so after this
+                self.governor.pause_if_needed()  # a stop request waits until this loop is done
                 total += float(self.loss(*batch_of(self.forest, part)))
         return total / self.forest.trained(self.heldout)
 
@@ -173,19 +173,19 @@ class Trainer:
 
     def fit(self, job: trunk.Job) -> None:
         self.began = time.monotonic()
-        with stop_requests() as asked:
-            self.governor = Governor(self.run, self.progress, asked)
+        with stop_requests() as stop_requested:
+            self.governor = Governor(self.run, self.progress, stop_requested)
             with self.run.stage("trunk"):
-                found = trunk.prepare(self.run, job, self.progress, self._between_trunks, lambda: self.watch.tokens)
-                if found is None:
+                ready = trunk.prepare(self.run, job, self.progress, self._between_trunks, lambda: self.watch.tokens)
+                if ready is None:
                     raise self._stopped()
-            self.trunk = found
+            self.trunk = ready
             self.memory.trim()
             self._restore()
             self._fit(lambda: self.governor.pause_if_needed(self._save_before_pause))
 
     def _between_trunks(self) -> bool:
-        """True: asked to stop."""
+        """True: stop requested."""
         self.watch.check_memory("trunk")
         return self.governor.pause_if_needed()
 
@@ -210,18 +210,18 @@ class Trainer:
         self._write_done()
 
     def _begin(self) -> None:
-        """Chooses channels, takes the held-out loss before training, and saves the weights to go back to."""
+        """Chooses channels, computes the held-out loss before training, and saves the weights for a rollback."""
         self._choose_channels()
         begin = self.governor.worked_s()
         of = f"{len(self.rows)} rows" + (", bf16" if self.stack.options.bf16 else "")
         of += self.scheme.method.base_note
-        self.base_loss = self.trunk.recall("base_loss", of, self.heldout_loss)
+        self.base_loss = self.trunk.cached_value("base_loss", of, self.heldout_loss)
         self.run.log(events.ValidationEvent(0, self.base_loss, round(self.governor.worked_s() - begin, 3)))
         self.progress.line(f"held-out loss before training: {self.base_loss:.4f}")
         self.save()
 
     def _train_step(self, stopping: Callable[[], bool]) -> bool:
-        """One optimiser step; False: it was skipped, or is taken again in smaller passes."""
+        """One optimiser step; False: it was skipped, or is repeated in smaller micro-batches."""
         begin = self.governor.worked_s()
         lr = self.schedule.lr(self.step) * self.guard.rate
         self.optimizer.set_rate(lr, self.schedule.bias_lr(self.step) * self.guard.rate)
@@ -229,7 +229,7 @@ class Trainer:
         try:
             totals = self.backward(self.step_rows(self.step), stopping)
         except (DoesNotFitError, MemoryError, RuntimeError) as error:
-            self._no_memory(error)
+            self._out_of_memory(error)
             return False
         if totals is None:
             self.optimizer.clear()
@@ -240,13 +240,13 @@ class Trainer:
         seconds = self.governor.worked_s() - begin
         self.trained_s += seconds
         if not self.guard.good(totals.loss, norm):
-            self._skipped(totals.loss, norm)
+            self._skip_step(totals.loss, norm)
             return False
         rss = self.process.memory_info().rss
         self.run.log(
             events.StepEvent(
                 self.step, totals.loss, lr, norm, totals.tokens, totals.flops, round(seconds, 4), rss,
-                self.watch.planned_bytes, self._left(seconds),
+                self.watch.planned_bytes, self._remaining_s(seconds),
             )
         )  # fmt: skip
         note = f"loss {totals.loss:.3f} · {totals.tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"
@@ -256,7 +256,7 @@ class Trainer:
     def _write_done(self) -> None:
         if not self.best_step:
             raise EdgeftError(
-                "the held-out loss was never a finite number",
+                "the held-out loss was never finite",
                 f"start another run with a lower rate, for example --set train.lr={self.recipe.train.lr / 4:g}",
             )
         self.run.write_json(
@@ -266,9 +266,9 @@ class Trainer:
                 "base_loss": self.base_loss,
                 "best_loss": self.best_loss,
                 "best_step": self.best_step,
-                "train_seconds": round(self.trained_s, 2),  # steps alone
-                "seconds": round(time.monotonic() - self.began, 2),  # with trunk and validation, of the last process
-                "cpu_seconds": round(time.process_time(), 2),  # of the last process, loading included
+                "train_seconds": round(self.trained_s, 2),  # steps only
+                "seconds": round(time.monotonic() - self.began, 2),  # of the last process, with trunk and validation
+                "cpu_seconds": round(time.process_time(), 2),  # of the last process, with loading
                 "trained_parameters": sum(p.numel() for p in self.parameters.values()),
                 "skipped_steps": self.guard.skipped,
                 "rate_factor": self.guard.rate,
@@ -278,8 +278,8 @@ class Trainer:
             },
         )
 
-    def _left(self, seconds: float) -> float | None:
-        """Seconds that the run will still take, with all later stages; this step took `seconds`."""
+    def _remaining_s(self, seconds: float) -> float | None:
+        """Remaining seconds of the run, with all later stages; this step took `seconds`."""
         self.remaining.step(seconds)
         left = self.remaining.left(self.step)
         if left is None:
@@ -287,16 +287,16 @@ class Trainer:
         self.progress.left(*left)
         return round(left[1], 1)
 
-    def _no_memory(self, error: Exception) -> None:
-        """A pass did not get the memory it wanted: the step is taken again in smaller ones, or the run is saved."""
-        if not isinstance(error, DoesNotFitError) and not is_refusal(error):
+    def _out_of_memory(self, error: Exception) -> None:
+        """The step is repeated in smaller micro-batches; if that is not possible, the run is saved and stops."""
+        if not isinstance(error, DoesNotFitError) and not is_out_of_memory(error):
             raise error
         self.optimizer.clear()
-        smaller = not isinstance(error, DoesNotFitError) and not self.recipe.how.step_in_place
-        if smaller and self.watch.smaller("the system gave no more memory"):
+        can_repeat = not isinstance(error, DoesNotFitError) and not self.recipe.how.step_in_place
+        if can_repeat and self.watch.shrink("out of memory"):
             return
         self.save()
-        raise error if isinstance(error, DoesNotFitError) else self.watch.refused() from None
+        raise error if isinstance(error, DoesNotFitError) else self.watch.out_of_memory() from None
 
     def _validate(self) -> None:
         begin = self.governor.worked_s()
@@ -311,8 +311,8 @@ class Trainer:
             checkpoint.write(self.run.best, self.stored, {"step": self.step, "heldout_loss": loss})
             self.checkpoint_s += time.monotonic() - begin
 
-    def _skipped(self, loss: float, norm: float) -> None:
-        """The step left the weights as they were; after several, back to good ones, once."""
+    def _skip_step(self, loss: float, norm: float) -> None:
+        """The step did not change the weights; after several in a row, training rolls back, once."""
         guard, why = self.guard, self.guard.why(loss, norm)
         self.run.log(events.SkippedEvent(self.step, why, guard.in_row))
         self.progress.advance(1)
@@ -323,43 +323,43 @@ class Trainer:
             return
         if guard.rate < 1:
             raise EdgeftError(
-                f"training went astray again, at half the learning rate: {why} at step {self.step}",
+                f"training diverged again, at half the learning rate: {why} at step {self.step}",
                 f"start another run with a lower rate, for example --set train.lr={self.recipe.train.lr / 8:g}",
             )
-        self._go_back()
+        self._roll_back()
 
-    def _go_back(self) -> None:
-        """To weights that are known to be good, at half the rate: the best so far, or those training began with.
+    def _roll_back(self) -> None:
+        """To the best weights so far, or the initial ones, at half the rate.
 
-        Which ones depends on the steps alone, not on when checkpoints were written: a run that is killed and resumed
-        goes back to the same. AdamW begins anew, since what it remembers led here.
+        The choice depends on the steps alone, not on when checkpoints were written: a run that is killed and resumed
+        rolls back to the same weights. The moments are reset, since they led here.
         """
         good = self.run.best if self.best_step else checkpoint.name(self.run.checkpoints, 0)
         self.optimizer.forget()
         self._check_names(checkpoint.read(good, checkpoint.into(self.stored))[0])
         self.step = self.best_step
-        self.guard.back()
+        self.guard.halve_rate()
         self._write()
         checkpoint.drop_after(self.run.checkpoints, self.step)
         self.run.log(events.RollbackEvent(self.step, self.guard.rate))
-        self.progress.line(f"back to the weights of step {self.step}, at half the learning rate")
+        self.progress.line(f"rolled back to step {self.step}, at half the learning rate")
         self.progress.stage("train", self.schedule.steps)
         self.progress.advance(self.step)
 
     def _check_names(self, tensors: dict[str, torch.Tensor]) -> None:
         missing = self.stored.keys() - tensors.keys()
         if missing:
-            raise EdgeftError(f"a checkpoint of {self.run.path} lacks {min(missing)}", "it is of another recipe")
+            raise EdgeftError(f"a checkpoint of {self.run.path} has no {min(missing)}", "it belongs to another recipe")
 
     def _save_before_pause(self) -> None:
-        """The machine may lose power while it waits. Not while the held-out loss is taken: it would be left out."""
+        """The machine may lose power during a pause. Not used in validation: a resume would skip that validation."""
         if self.saved != self.step:
             self.save()
 
     def _save_every(self) -> float:
-        """Seconds; 0 is meant as it is."""
-        asked = self.recipe.how.checkpoint_s
-        return max(asked, self.save_s / checkpoint.SHARE) if asked else 0.0
+        """Seconds; 0 means after every step."""
+        interval = self.recipe.how.checkpoint_s
+        return max(interval, self.save_s / checkpoint.SHARE) if interval else 0.0
 
     def save(self) -> None:
         begin = time.monotonic()
@@ -371,8 +371,8 @@ class Trainer:
         self.run.log(events.CheckpointEvent(self.step, round(self.save_s, 3)))
 
     def _write(self) -> None:
-        kept, numbers = self.optimizer.state()
-        tensors: dict[str, torch.Tensor] = {**self.stored, **kept}
+        moments, numbers = self.optimizer.state()
+        tensors: dict[str, torch.Tensor] = {**self.stored, **moments}
         state = {
             "optimizer": numbers,
             "step": self.step,
@@ -385,11 +385,11 @@ class Trainer:
         checkpoint.write(checkpoint.name(self.run.checkpoints, self.step), tensors, state)
 
     def _restore(self) -> None:
-        tell = damage(self.run, self.progress)
-        found = checkpoint.newest(self.run.checkpoints, tell, checkpoint.into(self.stored))
-        if found is None:
+        report = damage_reporter(self.run, self.progress)
+        newest = checkpoint.newest(self.run.checkpoints, report, checkpoint.into(self.stored))
+        if newest is None:
             return
-        tensors, state = found
+        tensors, state = newest
         self._check_names(tensors)
         self.optimizer.restore(tensors, state["optimizer"])
         self.step = int(state["step"])
@@ -400,37 +400,37 @@ class Trainer:
         self.guard = Guard(**state["guard"])
         if self.best_step:
             try:
-                checkpoint.best(self.run, self.best_step, tell, checkpoint.nowhere)
+                checkpoint.best(self.run, self.best_step, report, checkpoint.skip)
             except DamagedError as error:
-                tell(self.run.best, f"{error.message}; the best of the steps from here on is kept")
+                report(self.run.best, f"{error.message}; the best of the following steps is kept instead")
                 self.best_loss, self.best_step = math.inf, 0
         self.run.log(events.ResumeEvent(self.step))
-        self.progress.line(f"going on after step {self.step}")
+        self.progress.line(f"resumed after step {self.step}")
 
     def _stopped(self) -> StoppedError:
         return StoppedError(
             f"stopped at step {self.step} of {self.schedule.steps}; everything so far is saved",
-            f"go on with `edgeft finetune --resume --out {self.run.path}`",
+            f"continue with `edgeft finetune --resume --out {self.run.path}`",
         )
 
 
-def damage(run: Run, progress: Progress) -> checkpoint.Tell:
-    """Says what is wrong with a file, on the screen and in metrics."""
+def damage_reporter(run: Run, progress: Progress) -> checkpoint.Report:
+    """Reports a damaged file on the screen and in metrics.jsonl."""
 
-    def tell(path: Path, what: str) -> None:
+    def report(path: Path, what: str) -> None:
         run.log(events.DamagedEvent(path.name, what))
         progress.line(what)
 
-    return tell
+    return report
 
 
 def load_trained(stored: dict[str, torch.Tensor], run: Run, progress: Progress) -> dict[str, Any]:
-    """The best checkpoint's tensors into a stack that has the scheme applied; stored: where each belongs."""
+    """Reads the best checkpoint into a stack with the scheme applied; stored: the stack's tensors by name."""
     done = run.read_json(run.done) or {}
     wrong = f"{run.best} is not of this model and recipe", "export with the model that the run was made with"
+    report, best_step = damage_reporter(run, progress), int(done.get("best_step", 0))
     try:
-        place = checkpoint.into(stored)
-        tensors, state = checkpoint.best(run, int(done.get("best_step", 0)), damage(run, progress), place)
+        tensors, state = checkpoint.best(run, best_step, report, checkpoint.into(stored))
     except RunError:
         raise
     except EdgeftError:  # a tensor of another shape

@@ -1,4 +1,4 @@
-"""What training counts: the totals of a step, skipped steps, and the remaining time."""
+"""Counters of training: totals of a step, skipped steps, remaining time."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any, ClassVar
 
 @dataclass
 class StepTotals:
-    """What the passes of one step came to."""
+    """Sums over the micro-batches of one step."""
 
     loss: float = 0.0
     tokens: int = 0  # of the forest
-    flops: float = 0.0  # needed
+    flops: float = 0.0
 
 
 @dataclass
 class Guard:
-    """Steps whose loss or gradient is NaN or infinite: skipped and counted; too many in a row make training go back.
+    """Skips steps whose loss or gradient is NaN or infinite; too many in a row cause a rollback.
 
     It depends on the steps alone and is in every checkpoint, so that a resumed run does the same.
     """
 
-    LIMIT: ClassVar[int] = 3  # skipped steps in a row, after which training goes back
+    LIMIT: ClassVar[int] = 3  # skipped steps in a row that cause a rollback
 
     skipped: int = 0  # steps so far
-    in_row: int = 0  # of them, the last ones
-    rate: float = 1.0  # the learning rate's factor: below 1 once training has gone back
+    in_row: int = 0  # steps in a row, up to now
+    rate: float = 1.0  # factor of the learning rate; below 1 after a rollback
 
     def good(self, loss: float, norm: float) -> bool:
-        """Counts a step."""
+        """Whether loss and gradient norm are finite; counts the step."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.in_row = 0
             return True
@@ -41,12 +41,12 @@ class Guard:
     def why(self, loss: float, norm: float) -> str:
         return f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
 
-    def back(self) -> None:
+    def halve_rate(self) -> None:
         self.in_row, self.rate = 0, 0.5
 
 
 class Remaining:
-    """How long a run will still take: the plan, corrected by what its steps have really taken."""
+    """Remaining time of a run: the plan, corrected by the measured time of its steps."""
 
     def __init__(self, plan: dict[str, Any], steps: int) -> None:
         stages = plan.get("stages") or {}
@@ -56,16 +56,16 @@ class Remaining:
         self.steps, self.taken, self.done = steps, 0.0, 0
 
     def step(self, seconds: float) -> None:
-        """One more is done."""
+        """Adds a measured step."""
         self.done += 1
         self.taken += seconds
 
     def left(self, step: int) -> tuple[float, float] | None:
-        """Seconds after so many steps: of training, and with the later stages; None: nothing was planned."""
+        """Remaining seconds after so many steps: of training, and with the later stages; None: there is no plan."""
         planned = self.seconds["train"] / max(1, self.steps)
         if not planned:
             return None
-        # The plan counts as one step: the first ones, in which caches and threads warm up, do not decide alone.
+        # The plan counts as one step: the first steps, in which caches and threads warm up, do not decide alone.
         factor = (self.taken + planned) / ((self.done + 1) * planned)
         later = self.seconds["export"] + self.seconds["eval"]
         training = factor * planned * (self.steps - step)

@@ -1,6 +1,6 @@
-"""The trunk: blocks below the cut run once over the data, and what the cut sees is kept in a file.
+"""The trunk: blocks below the cut run once over the data, and the hidden states at the cut are cached in a file.
 
-The file is good for exactly one set of frozen weights, cut, set of tokens and format; all runs that want it share it.
+The file is valid for exactly one set of frozen weights, cut, set of tokens and format; all runs with these share it.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from edgeft.run.progress import Progress
 from edgeft.train.codecs import CODECS, Codec
 
 FORMAT = 2
-ROWS_PER_SYNC = 256  # after so many rows the place reached is written down
-SYNC_S = 10.0  # block by block: after so many seconds
-DROP_HINT = "see and clear the cache with `edgeft cache`, or keep it in the run folder: --set how.trunk_place=run"
+ROWS_PER_SYNC = 256  # rows between two records of the progress
+SYNC_S = 10.0  # the same in seconds, block by block
+CACHE_HINT = "list and clear the cache with `edgeft cache`, or keep it in the run folder: --set how.trunk_place=run"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the states depend on."""
+    """All that the hidden states depend on."""
 
     stack: Stack
     forest: Forest
     cut: int
     recipe: Recipe
     model_id: str
-    engine: str = ""  # the code that computes them
+    engine: str = ""  # the backend that computes them
 
     @property
     def cached(self) -> bool:
@@ -60,7 +60,7 @@ class Job:
         return frozen if frozen != "auto" else "packed" if is_gguf(self.stack.source) else "nf4"
 
     def key(self) -> str:
-        """Changes when anything changes that the cached states depend on."""
+        """A hash of all that the cached states depend on."""
         dtype, width = self.recipe.how.trunk_dtype, self.stack.width
         identity = f"{FORMAT}|{self.engine}|{self.model_id}|{self.frozen}|{self.cut}|{dtype}|{width}"
         digest = hashlib.sha256(identity.encode())
@@ -69,7 +69,7 @@ class Job:
         return digest.hexdigest()
 
     def describe(self) -> tuple[Codec, dict[str, Any]]:
-        """The format, and the cache's note on the states."""
+        """(format, note of the cache entry)."""
         dtype = self.recipe.how.trunk_dtype
         codec = CODECS[dtype](self.stack.width)
         return codec, {
@@ -83,22 +83,22 @@ class Job:
 
 
 class RowFile:
-    """Rows of bytes in a file, by number. Read and written, not mapped: mapped pages count as this process's memory."""
+    """Rows of bytes in a file, by number. Not mapped: mapped pages count as memory of this process."""
 
     def __init__(self, path: Path, row_bytes: int, write: bool = False) -> None:
         self.path, self.row_bytes = path, row_bytes
         self.handle = open_handle(path, os.O_RDWR | os.O_CREAT if write else os.O_RDONLY)
 
     def _runs(self, numbers: np.ndarray) -> Iterator[tuple[int, int, int]]:
-        """(place in `numbers`, first number, count) of neighbours; `numbers` rise."""
+        """(index in `numbers`, first number, count) of each consecutive run; `numbers` are ascending."""
         breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
         for start, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), len(numbers)], strict=True):
             yield start, int(numbers[start]), stop - start
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
         out = np.empty((len(numbers), self.row_bytes), np.uint8)
-        for place, first, count in self._runs(numbers):
-            self._fill(out[place : place + count], first * self.row_bytes)
+        for at, first, count in self._runs(numbers):
+            self._fill(out[at : at + count], first * self.row_bytes)
         return out
 
     def read_bytes(self, size: int, offset: int) -> bytes:
@@ -109,21 +109,21 @@ class RowFile:
     def _fill(self, part: np.ndarray, offset: int) -> None:
         flat, at = part.reshape(-1).data, 0
         while at < len(flat):
-            got = read_at(self.handle, flat[at:], offset + at)
-            if got == 0:
-                raise RunError(f"{self.path} is shorter than it was", "go on with --resume: it is made anew")
-            at += got
+            count = read_at(self.handle, flat[at:], offset + at)
+            if count == 0:
+                raise RunError(f"{self.path} is truncated", "continue with --resume: it is computed again")
+            at += count
 
     def write(self, numbers: np.ndarray, rows: np.ndarray) -> None:
-        for place, first, count in self._runs(numbers):
-            data = np.ascontiguousarray(rows[place : place + count]).data.cast("B")
+        for at, first, count in self._runs(numbers):
+            data = np.ascontiguousarray(rows[at : at + count]).data.cast("B")
             write_at(self.handle, data, first * self.row_bytes)
 
     def close(self) -> None:
         os.close(self.handle)
 
     def reserve(self, size: int) -> None:
-        """Takes the disk space now, so that a full disk is found out at once."""
+        """Allocates the disk space now, so that a full disk is an error at once."""
         os.ftruncate(self.handle, 0)
         os.ftruncate(self.handle, size)
         if hasattr(os, "posix_fallocate") and size:
@@ -131,19 +131,19 @@ class RowFile:
 
 
 def _crc(path: Path) -> int:
-    found = 0
+    crc = 0
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
-            found = zlib.crc32(piece, found)
-    return found
+            crc = zlib.crc32(piece, crc)
+    return crc
 
 
 class Trunk:
-    """What the cut sees, by forest node."""
+    """The hidden states at the cut, by forest node."""
 
     def __init__(self, stack: Stack, cut: int, states: RowFile | None, codec: Codec | None = None) -> None:
         self.stack, self.cut, self.states, self.codec = stack, cut, states, codec
-        self.entry: cache.Entry | None = None  # held, so that nobody takes the file away
+        self.entry: cache.Entry | None = None  # locked, so that no process deletes the file
 
     def hidden(self, nodes: np.ndarray, batch: Batch) -> torch.Tensor:
         """(T, d) float32."""
@@ -153,20 +153,20 @@ class Trunk:
             return self.stack.trunk(batch, self.cut)
         return self.codec.decode(self.states.read(nodes))
 
-    def recall(self, name: str, of: str, compute: Callable[[], float]) -> float:
-        """A number that depends on the frozen model and these rows alone: computed once, kept beside the states."""
+    def cached_value(self, name: str, of: str, compute: Callable[[], float]) -> float:
+        """A number that depends on the frozen model and these rows alone: computed once, cached with the states."""
         key = f"{name}: {of}"
         if self.entry is None:
             return compute()
-        found = self.entry.note.get(key)
-        if not isinstance(found, float):
-            found = compute()
-            with suppress(RunError):  # a note for later: this run does not need it
-                self.entry.write_note({**self.entry.note, key: found})
-        return found
+        value = self.entry.note.get(key)
+        if not isinstance(value, float):
+            value = compute()
+            with suppress(RunError):  # for later runs: this one does not need it
+                self.entry.write_note({**self.entry.note, key: value})
+        return value
 
     def close(self) -> None:
-        """Lets go of the cache; the process's end does the same."""
+        """Unlocks the cache entry, as the end of the process does."""
         if self.states is not None:
             self.states.close()
         if self.entry is not None:
@@ -175,14 +175,14 @@ class Trunk:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where the states go, and in which form."""
+    """Where the states are written, and in which format."""
 
     entry: cache.Entry
     shared: bool
     codec: Codec
     note: dict[str, Any]
 
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         known, states = self.entry.note, self.entry.states
         return (
             known.get("key") == self.note["key"]
@@ -196,35 +196,35 @@ class _Target:
 def prepare(
     run: Run, job: Job, progress: Progress, stopping: Callable[[], bool], tokens: Callable[[], int] | None = None
 ) -> Trunk | None:
-    """Fills the cache, or uses it as it is when it is whole; None when asked to stop on the way.
+    """Computes the states unless the cache has them; None: stop requested.
 
-    tokens: of a micro-batch at present; smaller ones where memory runs short.
+    tokens: the present size of a micro-batch, which shrinks when memory is short.
     """
     if not job.cached:
         return Trunk(job.stack, job.cut, None)
     codec, note = job.describe()
     entry, shared = _place(run, job, note, progress)
     target = _Target(entry, shared, codec, note)
-    with ExitStack() as undo, wrap_os_errors(entry.path, DROP_HINT if shared else "choose another place with -o"):
+    with ExitStack() as undo, wrap_os_errors(entry.path, CACHE_HINT if shared else "choose another place with -o"):
         undo.callback(entry.close)
-        had = entry.acquire(
-            target.whole,
+        state = entry.acquire(
+            target.complete,
             stopping,
-            lambda: progress.line("trunk: another process is making the same cache; waiting for it"),
+            lambda: progress.line("trunk: waiting for another process that computes the same states"),
         )
-        if not had:
+        if not state:
             return None
-        made = had == "make" and not target.whole()
+        compute = state == "make" and not target.complete()
         size = tokens or (lambda: job.recipe.how.micro_batch_tokens)
-        if made and not _Maker(job, target, progress, stopping, size).make():
+        if compute and not _Writer(job, target, progress, stopping, size).write_all():
             return None
-        if not made:
-            progress.line(f"trunk: {len(job.forest)} tokens taken from the cache of an earlier run")
+        if not compute:
+            progress.line(f"trunk: {len(job.forest)} tokens read from the cache of an earlier run")
         entry.share()
         if shared:
-            with suppress(RunError, OSError):  # a note for `edgeft runs rm`
-                cache.remember(entry, run.path)
-        let_go(job.stack, 0, job.cut)
+            with suppress(RunError, OSError):  # `edgeft runs rm` reads it
+                cache.add_user(entry, run.path)
+        release_blocks(job.stack, 0, job.cut)
         states = RowFile(entry.states, codec.row_bytes)
         if codec.tail_bytes:
             codec.read_tail(states.read_bytes(codec.tail_bytes, len(job.forest) * codec.row_bytes))
@@ -235,38 +235,38 @@ def prepare(
 
 
 def missing(run: Run, job: Job) -> list[tuple[Path, str, int]]:
-    """What `prepare` will still take on the disk: (folder, what, bytes)."""
+    """Disk space that `prepare` still needs: (folder, what, bytes)."""
     if not job.cached:
         return []
     _, note = job.describe()
     entry, _ = _place(run, job, note, Progress())
-    there = entry.bytes()
-    whole = "crc32" in entry.note and there >= note["bytes"]
+    present = entry.bytes()
+    complete = "crc32" in entry.note and present >= note["bytes"]
     by_blocks = job.recipe.how.trunk_order == "blocks" and job.cut > 1
     between = 2 * 4 * job.stack.width * len(job.forest) if by_blocks else 0
-    return [(entry.path, "trunk cache", 0 if whole else max(0, note["bytes"] + between - there))]
+    return [(entry.path, "trunk cache", 0 if complete else max(0, note["bytes"] + between - present))]
 
 
 def _place(run: Run, job: Job, note: dict[str, Any], progress: Progress) -> tuple[cache.Entry, bool]:
-    """The entry in the shared cache if it can lie there, else the one in the run folder."""
+    """The entry in the shared cache if it can be there, else the one in the run folder."""
     how, root = job.recipe.how, cache.folder("trunk")
     if how.trunk_place == "shared" and root is not None:
         if note["bytes"] > how.trunk_cache_bytes:
             progress.line(
-                f"trunk: {note['bytes'] / 2**30:.1f} GiB are more than the shared cache may hold "
-                f"(how.trunk_cache_bytes); it is kept in the run folder"
+                f"trunk: {note['bytes'] / 2**30:.1f} GiB exceed the shared cache's limit (how.trunk_cache_bytes); "
+                f"the cache is in the run folder"
             )
             return cache.Entry(run.trunk), False
         try:
             with cache.changing(root):
                 return cache.Entry(root / note["key"][:32]), True
-        except OSError as error:  # no home folder of one's own, a read-only disk
-            progress.line(f"trunk: {root} cannot be used ({error.strerror}); the cache is kept in the run folder")
+        except OSError as error:  # no home folder, a read-only disk
+            progress.line(f"trunk: {root} cannot be used ({error.strerror}); the cache is in the run folder")
     return cache.Entry(run.trunk), False
 
 
-class _Maker:
-    """Computes all states; the place reached is written down after the data before it is on the disk."""
+class _Writer:
+    """Computes all states; the progress is recorded only after the data before it is fsynced."""
 
     def __init__(
         self,
@@ -284,25 +284,25 @@ class _Maker:
         self.between_files = [self.entry.path / name for name in ("even.bin", "odd.bin")]
         order = job.recipe.how.trunk_order
         self.blocks = order == "blocks" and job.cut > 1
-        # what a half-made file depends on beside its key: how the rows are cut up
-        self.way = {"order": order, "micro_batch": self.tokens if self.blocks else 0, "format": FORMAT}
+        # a partial file also depends on how the rows are split
+        self.split = {"order": order, "micro_batch": self.tokens if self.blocks else 0, "format": FORMAT}
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch; they get smaller where memory turns out to be short."""
+        """Of a micro-batch; it shrinks when memory is short."""
         return WITHOUT_GRADIENT * self._micro_batch()
 
-    def make(self) -> bool:
-        """False when asked to stop on the way."""
+    def write_all(self) -> bool:
+        """False: stop requested."""
         sweep(self.entry.path)
-        found = self.entry.note
+        known = self.entry.note
         same = (
-            found.get("key") == self.note["key"]
-            and found.get("way") == self.way
+            known.get("key") == self.note["key"]
+            and known.get("way") == self.split
             and self.entry.states.is_file()
             and self.entry.states.stat().st_size == self.note["bytes"]
         )
-        reached = found.get("reached") if same else None
+        reached = known.get("reached") if same else None
         with ExitStack() as files:
             states = RowFile(self.entry.states, self.codec.row_bytes, write=True)
             files.callback(states.close)
@@ -319,7 +319,7 @@ class _Maker:
         return True
 
     def _reserve(self, states: RowFile) -> None:
-        """Makes room in the shared cache, then takes the disk space."""
+        """Makes room in the shared cache, then allocates the disk space."""
         self.entry.note_file.unlink(missing_ok=True)
         try:
             if self.target.shared:
@@ -330,31 +330,31 @@ class _Maker:
             else:
                 states.reserve(self.note["bytes"])
         except OSError:
-            self.entry.states.unlink(missing_ok=True)  # half a reservation is of no use to anyone
+            self.entry.states.unlink(missing_ok=True)  # a partial allocation is useless
             raise
-        self._write_down(0)
+        self._record(0)
 
-    def _write_down(self, reached: int) -> None:
-        self.entry.write_note({**self.note, "way": self.way, "reached": reached})
+    def _record(self, reached: int) -> None:
+        self.entry.write_note({**self.note, "way": self.split, "reached": reached})
 
     def _parts(self, first_row: int) -> Iterator[tuple[int, list[list[int]]]]:
-        """(rows done after it, its micro-batches) for every stretch of rows."""
+        """(rows done after it, its micro-batches) for each ROWS_PER_SYNC rows."""
         rows = self.forest.order
         for start in range(first_row, len(rows), ROWS_PER_SYNC):
             part = rows[start : start + ROWS_PER_SYNC]
             yield start + len(part), list(self.forest.micro_batches(part, self.tokens))
 
     def _write(self, states: RowFile, nodes: np.ndarray, hidden: torch.Tensor) -> None:
-        fresh = self.codec.tail() == b""
+        first = self.codec.tail() == b""
         states.write(nodes, self.codec.encode(hidden))
-        if fresh and self.codec.tail_bytes:
+        if first and self.codec.tail_bytes:
             write_at(states.handle, self.codec.tail(), self.tail_at)
 
     def _by_rows(self, states: RowFile, reached: int) -> bool:
-        """`reached`: nodes that are done; they are the first ones, since rows come in the nodes' order."""
+        """`reached`: nodes done; they are the first ones, since rows are in the order of nodes."""
         forest, rows = self.forest, self.forest.order
         ends = np.maximum.accumulate([int(forest.paths[row][-1]) + 1 for row in rows])
-        # whole stretches only: the same micro-batches, and so the same bits, as in a process that was not stopped
+        # a multiple of ROWS_PER_SYNC: the same micro-batches, and so the same bits, as without a stop
         done = len(rows) if reached >= ends[-1] else int(np.searchsorted(ends, reached, "right"))
         done = done // ROWS_PER_SYNC * ROWS_PER_SYNC if done < len(rows) else done
         self.progress.stage("trunk", len(rows))
@@ -367,17 +367,17 @@ class _Maker:
                 self._write(states, nodes, self.stack.trunk(batch, self.cut))
                 self.progress.advance(len(part))
             os.fsync(states.handle)
-            self._write_down(int(ends[after - 1]))
+            self._record(int(ends[after - 1]))
         return True
 
     def _by_blocks(self, states: RowFile, reached: int, files: ExitStack) -> bool:
-        """`reached`: micro-batches that are done, counted through all blocks.
+        """`reached`: micro-batches done, counted through all blocks.
 
-        A block reads what the one before it left in one file and writes into the other, so that it can be begun again;
-        the states between blocks are float32, and those of a token that several micro-batches share stand once in each:
-        the result is bit for bit that of `_by_rows`.
+        A block reads the output of the previous one from one file and writes to the other, so it can be restarted.
+        States between blocks are float32, and a token that several micro-batches share is stored once in each: the
+        result is bit for bit that of `_by_rows`.
         """
-        parts = [part for _, some in self._parts(0) for part in some]
+        parts = [part for _, batches in self._parts(0) for part in batches]
         sizes = [len(self.forest.nodes(part)) for part in parts]
         starts = np.cumsum([0, *sizes])
         between, reached = self._open_between(int(starts[-1]), reached, files)
@@ -403,14 +403,14 @@ class _Maker:
             last = number == len(parts) - 1
             if last or time.monotonic() - synced >= SYNC_S:
                 os.fsync((states if block == self.cut - 1 else target).handle)
-                self._write_down(turn + 1)
+                self._record(turn + 1)
                 synced = time.monotonic()
             if last:
-                let_go(self.stack, block, block + 1)
+                release_blocks(self.stack, block, block + 1)
         return True
 
     def _open_between(self, rows: int, reached: int, files: ExitStack) -> tuple[list[RowFile], int]:
-        """(the two files between blocks, `reached`: 0 if one of them had to be made)."""
+        """(the two files between blocks, `reached`: 0 if one of them is new)."""
         between = [RowFile(path, 4 * self.stack.width, write=True) for path in self.between_files]
         for file in between:
             files.callback(file.close)
@@ -429,9 +429,9 @@ class _Maker:
             path.unlink(missing_ok=True)
 
 
-def let_go(stack: Stack, start: int, stop: int) -> None:
-    """Weights of these blocks that are mapped from their file leave this process's memory until they are read again."""
+def release_blocks(stack: Stack, start: int, stop: int) -> None:
+    """Releases the pages of mapped weights in these blocks; the next access reads them again."""
     for block in stack.layers[start:stop]:
         for module in block.modules():
             if isinstance(module, PackedLinear):
-                gguf.let_go(module.packed.data)
+                gguf.release_pages(module.packed.data)

@@ -1,6 +1,6 @@
-"""Memory while a run goes on: what it uses beside what was planned, and smaller micro-batches before the system acts.
+"""Compares the memory of a run with its plan, and makes micro-batches smaller before the system runs out of memory.
 
-Only how a step's rows are cut into passes changes here: their gradients add up to the same sums.
+Only the split of a step's rows into micro-batches changes: their gradients add up to the same sums.
 """
 
 from __future__ import annotations
@@ -17,104 +17,99 @@ from edgeft.run.events import MemoryEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 
-LOOK_S = 0.2  # between two looks: each reads a few small files
-MARGIN_SHARE = 0.02  # of the machine's memory, or of its control group's, that is left alone
-LEAST_MARGIN, MOST_MARGIN = 16 << 20, 256 << 20
-SMALLEST = 64  # tokens of a micro-batch; products of fewer are too thin to be worth it
+CHECK_S = 0.2  # between two checks: each reads a few small files
+MARGIN_SHARE = 0.02  # of the memory of the machine or its control group that stays free
+MIN_MARGIN, MAX_MARGIN = 16 << 20, 256 << 20
+MIN_TOKENS = 64  # of a micro-batch; GEMMs over fewer are inefficient
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Did the system refuse memory? That is how a limit on data (RLIMIT_DATA) shows itself."""
-    refused = isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "bad_alloc" in str(error))
-    return refused or isinstance(error, MemoryError)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Did an allocation fail? Under RLIMIT_DATA it does."""
+    failed = isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "bad_alloc" in str(error))
+    return failed or isinstance(error, MemoryError)
 
 
 class Watch:
-    """Asked between micro-batches."""
+    """Called between micro-batches."""
 
     def __init__(
-        self,
-        run: Run,
-        progress: Progress,
-        longest: int,
-        resident: Callable[[], int],
-        give_back: Callable[[int], None] = lambda tokens: None,
+        self, run: Run, progress: Progress, longest: int, resident: Callable[[], int], resize: Callable[[int], None]
     ) -> None:
-        """longest: tokens of a row, below which no micro-batch can be; give_back: lets go of the buffers that are kept
-        for the next pass, which will have so many tokens at the most."""
+        """longest: tokens of the longest row, the minimum of a micro-batch; resize: frees buffers that are larger than
+        micro-batches of so many tokens need."""
         self.run, self.progress, self.longest = run, progress, longest
-        self._resident, self._give_back = resident, give_back
+        self._resident, self._resize = resident, resize
         self.root: Path = device.ROOT
         self.clock: Callable[[], float] = time.monotonic
         plan: dict[str, Any] = run.read_json(run.plan) or {}
         stages, smaller = plan.get("stages") or {}, plan.get("smaller") or {}
         self.budget_bytes = int(plan.get("budget_bytes") or 0)
-        self.tokens = run.effective.how.micro_batch_tokens  # of a micro-batch: halved where memory runs short
+        self.tokens = run.effective.how.micro_batch_tokens  # of a micro-batch: halved when memory is short
         self._planned = {int(tokens): int(size) for tokens, size in smaller.items()}
         self._planned[self.tokens] = int((stages.get("train") or {}).get("bytes", 0))
         self._planned_trunk = int((stages.get("trunk") or {}).get("bytes", 0))
-        self._looked = float("-inf")
-        self._over = 0  # micro-batch at which the budget was passed last: told once
+        self._checked = float("-inf")
+        self._over = 0  # micro-batch that last exceeded the budget: reported once
 
     @property
     def planned_bytes(self) -> int:
-        """Of training with micro-batches as they are now; 0: nothing was planned."""
+        """Of training with the present micro-batches; 0: there is no plan."""
         return self._planned.get(self.tokens, 0)
 
     def check_memory(self, stage: str = "train") -> bool:
-        """True: micro-batches are smaller from now on. DoesNotFitError where that does not help."""
-        if self.clock() - self._looked < LOOK_S:
+        """True: micro-batches are smaller from now on. DoesNotFitError if that is not enough."""
+        if self.clock() - self._checked < CHECK_S:
             return False
-        self._looked = self.clock()
-        if not self._short(stage):
+        self._checked = self.clock()
+        if not self._is_short(stage):
             return self._over_budget()
-        if self.smaller("the machine's memory is nearly used up"):
+        if self.shrink("this machine is nearly out of memory"):
             return True
-        self._back()
-        if self._short(stage):
+        self._free_buffers()
+        if self._is_short(stage):
             memory = device.memory(self.root)
-            raise self.refused(f"only {memory.available_bytes >> 20} MiB of memory are left on this machine")
+            raise self.out_of_memory(f"only {memory.available_bytes >> 20} MiB of memory are left on this machine")
         return False
 
-    def smaller(self, why: str) -> bool:
-        """Half the micro-batch, if there is one: rows are not cut."""
+    def shrink(self, why: str) -> bool:
+        """Halves the micro-batch; False: it is at its minimum, since rows are not split."""
         half = self.tokens // 2
-        if half < SMALLEST or self.tokens <= self.longest:
+        if half < MIN_TOKENS or self.tokens <= self.longest:
             return False
         before, self.tokens = self.tokens, half
         resident = self._resident()
-        self._back()
+        self._free_buffers()
         self.run.log(MemoryEvent(why, resident, half, device.memory(self.root).available_bytes))
         self.progress.line(f"{why}: micro-batches of {half} tokens instead of {before}")
         return True
 
-    def refused(self, what: str = "the system gave no more memory") -> DoesNotFitError:
-        """The error where passes cannot be smaller; it is logged."""
+    def out_of_memory(self, what: str = "out of memory") -> DoesNotFitError:
+        """The error when micro-batches cannot be smaller; it is logged."""
         self.run.log(MemoryEvent(what, self._resident(), stopped=True))
         return DoesNotFitError(
             f"{what}; stopped, and everything so far is saved",
-            f"close other programs and go on with `edgeft finetune --resume --out {self.run.path}`, "
+            f"close other programs and continue with `edgeft finetune --resume --out {self.run.path}`, "
             f"or start another run with less: `edgeft plan --memory … --fit`",
         )
 
-    def _short(self, stage: str) -> bool:
-        """Is less left than the margin, or than the plan is still going to take?"""
+    def _is_short(self, stage: str) -> bool:
+        """Is less available than the margin, or than the plan still needs?"""
         memory = device.memory(self.root)
-        margin = min(MOST_MARGIN, max(LEAST_MARGIN, int(MARGIN_SHARE * memory.ram_bytes)))
+        margin = min(MAX_MARGIN, max(MIN_MARGIN, int(MARGIN_SHARE * memory.ram_bytes)))
         planned = self._planned_trunk if stage == "trunk" else self.planned_bytes
         return memory.available_bytes < max(margin, planned - self._resident())
 
     def _over_budget(self) -> bool:
-        """The plan was wrong: smaller passes bring a run back, and if not it goes on, since the machine has room."""
+        """The plan was wrong: micro-batches shrink; at their minimum the run continues: the machine has memory."""
         resident = self._resident()
         if not self.budget_bytes or resident <= self.budget_bytes or self._over == self.tokens:
             return False
         self._over = self.tokens
-        if self.smaller(f"{resident >> 20} MiB are used, and {self.budget_bytes >> 20} MiB are allowed"):
+        if self.shrink(f"the run uses {resident >> 20} MiB; the limit is {self.budget_bytes >> 20} MiB"):
             return True
         self.run.log(MemoryEvent("over budget", resident))
         return False
 
-    def _back(self) -> None:
-        self._give_back(max(self.tokens, self.longest))
+    def _free_buffers(self) -> None:
+        self._resize(max(self.tokens, self.longest))
         trim_malloc()

@@ -77,7 +77,7 @@ class Screen(Progress, AbstractContextManager["Screen"]):
         self.line(text)
         self.paused_at = time.monotonic()
 
-    def go_on(self, text: str) -> None:
+    def resume(self, text: str) -> None:
         if self.paused_at is not None:
             self.paused_s += time.monotonic() - self.paused_at
             self.paused_at = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import json
@@ -37,26 +38,15 @@ ROWS: list[Any] = [
 ]
 
 
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 2**70, 1.5, float("nan"), float("inf"), "", "x" * 300, "\ud800", [], {}, [[]], {"text": None}),
+)
+
+
 def _edited(value: Any, r: random.Random) -> Any:
     """JSON with some of its values replaced."""
-    odd: tuple[Any, ...] = (
-        None,
-        True,
-        -1,
-        2**70,
-        1.5,
-        float("nan"),
-        float("inf"),
-        "",
-        "x" * 300,
-        "\ud800",
-        [],
-        {},
-        [[]],
-        {"text": None},
-    )
     if r.random() < 0.08:
-        return r.choice(odd)
+        return r.choice(ODD)
     if isinstance(value, dict):
         return {k if r.random() < 0.97 else "a": _edited(v, r) for k, v in value.items() if r.random() < 0.97}
     return [_edited(v, r) for v in value] if isinstance(value, list) else value
@@ -155,6 +145,8 @@ RUN_FILES = {
     "engine.json": b'{"kernels": true}',
     "eval.json": b'{"suite": "qa", "rows": 4, "base": {"loss": 2.0, "f1": 1.0}, "tuned": {"loss": 1.0, "f1": 90.0}}',
     "peaks.json": b'{"train": 100}',
+    "plan.json": b'{"budget_bytes": 2000000000, "how": {"micro_batch_tokens": 256}, "stages": {"train": {"bytes": 5}}}',
+    "search.json": b'{"trained_parameters": 3000000, "cut": 9, "gain_share": 0.9, "peak_bytes": 1000000}',
     "metrics.jsonl": b'{"time": 1.0, "event": "prepare", "train_rows": 3}\n{"event": "step", "step": 1, "loss": 2.0}\n',
 }
 
@@ -165,6 +157,34 @@ def run_input(r: random.Random) -> bytes:
     name = r.choice(sorted(files))
     files[name] = mutate(files[name], r, YAML_WORDS if name == "recipe.yaml" else JSON_WORDS)
     return json.dumps({k: v.decode("latin-1") for k, v in files.items()}).encode()
+
+
+@functools.cache
+def _record_file() -> bytes:
+    from edgeft.config import Recipe
+    from edgeft.run.record import EngineChoice, Resolved
+
+    engine = EngineChoice(kernels=True, half=False, why="compiled before")
+    reasons = ("the fastest that fits in 2 GiB", "found by the search")
+    changed, search = ["update.rank 16 → 8"], {"trained_parameters": 3_000_000, "cut": 9, "gain_share": 0.9}
+    record = Resolved(Recipe(), Recipe(), "rpi5", 2 << 30, engine, *reasons, changed, search)
+    return json.dumps(dataclasses.asdict(record), indent=1).encode()
+
+
+def record_input(r: random.Random) -> bytes:
+    """resolved.json, with one value replaced or removed, or mutated as text."""
+    if r.random() < 0.4:
+        return mutate(_record_file(), r, JSON_WORDS)
+    record = json.loads(_record_file())
+    recipe = record[r.choice(("asked", "recipe"))]
+    part = r.choice(
+        (record, record, record["engine"], recipe, recipe[r.choice(sorted(set(recipe) - {"name", "about"}))])
+    )
+    key = r.choice(sorted(part))
+    part[key] = r.choice(ODD)
+    if r.random() < 0.2:
+        del part[key]
+    return json.dumps(record).encode()
 
 
 Made = bytes | tuple[bytes, int]  # content, or its head and the size of the file
@@ -194,6 +214,7 @@ KINDS: dict[str, tuple[int, str, Callable[[random.Random], Made], Callable[[Path
     ),
     "weights": (3, "model.safetensors", lambda r: mutate(_checkpoint_file(), r, JSON_WORDS), readers.read_weights),
     "run": (2, "files.json", run_input, readers.read_run),
+    "record": (3, "resolved.json", record_input, readers.read_record),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,3 +96,21 @@ def read_run(path: Path) -> None:
     for name in finetune.STAGES:
         finetune.complete(run, name)
     summary(run)
+
+
+def read_record(path: Path) -> None:
+    from edgeft import arch, config
+    from edgeft.methods import scheme
+    from edgeft.run.record import Resolved, search_figures
+
+    resolved = Resolved.read(path)
+    json.dumps(dataclasses.asdict(resolved))
+    for recipe in (resolved.asked, resolved.recipe):
+        config.dump(recipe)
+        scheme.make(recipe.update, 30, arch.get("llama"))
+    engine = resolved.engine
+    "".join([resolved.device, resolved.execution_why, resolved.update_why, engine.why, *resolved.changed])
+    config.format_size(resolved.budget_bytes)
+    search_figures(resolved.search)
+    if not isinstance(engine.kernels, bool) or not isinstance(engine.half, bool):
+        raise TypeError(f"the engine is {engine}")
