@@ -77,6 +77,20 @@ def test_new_results_replace_old_ones_and_are_measured_against_the_reference() -
     assert figures.merge([], [new])[0]["seconds_to_reference"] is None
 
 
+def test_the_reference_is_the_fastest_peer_on_the_same_rows() -> None:
+    exact = result("peft-lora", [[10.0, 4.0], [100.0, 1.0]])
+    half = result("peft-lora-bf16", [[10.0, 4.0], [60.0, 2.0]])
+    few = result("mlx-lm", [[1.0, 4.0], [2.0, 0.5]])
+    tuned = result("edgeft", [[4.0, 4.0], [8.0, 0.0]])
+    assert figures.reference([exact, tuned]) is exact
+    assert figures.reference([exact, half, few, tuned]) is half
+    assert figures.reference([few, tuned]) == {}
+    # a faster peer that joins later moves the goal for all of them
+    before = figures.merge([], [exact, tuned])
+    assert [r["seconds_to_reference"] for r in before] == [100.0, 7.0]
+    assert [r["seconds_to_reference"] for r in figures.merge(before, [half])] == [70.0, 60.0, 6.0]
+
+
 def test_earlier_results_need_the_same_settings(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert figures.earlier(out, {"rows": 8}) == []
@@ -100,8 +114,8 @@ def test_table() -> None:
     ]
     lines = figures.table(figures.merge([], rows)).splitlines()
     cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
-    assert cells["peft-lora"][:5] == ["100.0", "100.0", "1.000", "4.00", "1.000"]
-    assert cells["peft-lora"][-2:] == ["31 %", ""]
+    assert cells["peft-lora (reference)"][:5] == ["100.0", "100.0", "1.000", "4.00", "1.000"]
+    assert cells["peft-lora (reference)"][-2:] == ["31 %", ""]
     assert cells["edgeft"] == [
         "25.0",
         "20.0",
@@ -133,6 +147,91 @@ def test_banking_rows(tmp_path: Path) -> None:
     (tmp_path / "test.csv").write_text("a,b\n1,2\n")
     with pytest.raises(common.Failed, match="no columns"):
         common.banking_rows(tmp_path, tmp_path / "third", 10, 5, PAIR)
+
+
+def rows_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    return common.read_rows(folder / "train.jsonl"), common.read_rows(folder / "dev.jsonl")
+
+
+def test_distinct_keeps_one_question_per_passage(tmp_path: Path) -> None:
+    for name, passages in (("train", 12), ("dev", 6)):
+        rows = [{"context": f"{name} {i % passages}", "question": f"{i}?", "answers": ["a"]} for i in range(60)]
+        common.write_rows(tmp_path / f"{name}.jsonl", rows)
+    train, dev = rows_of(common.distinct_passages(tmp_path, tmp_path / "all", 99, 99))
+    assert {row["context"] for row in train} == {f"train {i}" for i in range(12)}
+    assert (len(train), len(dev)) == (12, 6)
+    assert [int(row["question"][:-1]) for row in train] != sorted(int(row["question"][:-1]) for row in train)
+    some = rows_of(common.distinct_passages(tmp_path, tmp_path / "some", 8, 3))
+    assert some == (train[:8], dev[:3])
+    chosen = rows_of(common.distinct_passages(tmp_path, tmp_path / "chosen", 8, 3, choose=True))
+    assert chosen == (train[:8], train[-3:])
+    with pytest.raises(common.Failed, match="more than the 12 there are"):
+        common.distinct_passages(tmp_path, tmp_path / "none", 10, 3, choose=True)
+    common.write_rows(tmp_path / "dev.jsonl", [{"question": "?", "answer": "a"}])
+    with pytest.raises(common.Failed, match="without a `context`"):
+        common.distinct_passages(tmp_path, tmp_path / "none", 8, 3)
+
+
+def test_settings_are_chosen_on_training_rows(tmp_path: Path) -> None:
+    rows = [{"question": f"{i}?", "answer": "\u2028"} for i in range(20)]
+    common.write_rows(tmp_path / "train.jsonl", rows)
+    assert rows_of(common.last_rows(tmp_path, tmp_path / "rows", 10, 5)) == (rows[:10], rows[-5:])
+    for name in ("train", "test"):
+        lines = [f"{name} {i},label" for i in range(20)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["text,category", *lines]) + "\n")
+    final, _ = rows_of(common.banking_rows(tmp_path, tmp_path / "final", 20, 5, PAIR))
+    train, dev = rows_of(common.banking_rows(tmp_path, tmp_path / "chosen", 10, 5, PAIR, choose=True))
+    assert (train, dev) == (final[:10], final[-5:])
+
+
+def test_peers_are_declared_once() -> None:
+    assert (*peers.PEFT, "mlx-lm", "edgeft") == figures.NAMES
+    assert set(bench.PACKAGES) == set(figures.NAMES)
+    assert {name for name, peer in peers.PEFT.items() if peer.quantised} == {n for n in peers.PEFT if "qlora" in n}
+    assert {name for name, peer in peers.PEFT.items() if peer.checkpointing} == {n for n in peers.PEFT if "check" in n}
+    assert (peers.PEFT["peft-lora"].bf16, peers.PEFT["peft-lora-bf16"].bf16) == (False, True)
+    assert peers.PEFT["peft-qlora"].bf16 == meter.compiled.multiplies_bf16()
+    assert [peers.PEFT[name].bf16 for name in bench.DEFAULT[:-1]] == [peers.BF16]
+
+
+@pytest.mark.parametrize(
+    "peer", [peers.PEFT["peft-lora"], peers.PEFT["peft-lora-bf16"], peers.Peer(False, bf16=True, checkpointing=True)]
+)
+def test_bf16_is_autocast_on_the_cpu(peer: peers.Peer, tmp_path: Path) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    base = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=32))
+    linear = base.model.layers[0].self_attn.q_proj
+    seen: list[torch.dtype] = []
+    linear.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}]
+    more = {"data_collator": peers.collate, "train_dataset": rows}
+    peers.make_trainer(peer, model, tmp_path, {"max_steps": 1}, **more).train()
+    assert seen == [torch.bfloat16 if peer.bf16 else torch.float32] * (2 if peer.checkpointing else 1)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    trained = [p for name, p in model.named_parameters() if "lora_B" in name]
+    assert all(p.abs().sum() > 0 for p in trained)
+    peers.heldout_loss(model, rows)
+    assert seen[-1] == torch.float32  # held-out losses are in float32
+
+
+def test_qlora_still_learns_after_a_validation(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=32)).save_pretrained(tmp_path)
+    base = peers.load_base(peers.PEFT["peft-qlora"], str(tmp_path))
+    peers.keep_differentiable(base)
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}]
+    peers.heldout_loss(model, rows)
+    model(**peers.collate(rows)).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 def test_peers_validate_when_edgeft_does() -> None:
@@ -172,6 +271,13 @@ def test_wrong_calls(tmp_path: Path) -> None:
     done = run_bench("--out", tmp_path / "out.json", "--set", "data.system=hello")
     assert done.returncode == 1
     assert "leave out --set data.system=hello" in done.stderr
+    train = tmp_path / "train.csv"
+    train.write_text("text,category\na,b\n")
+    (tmp_path / "test.csv").write_text(train.read_text())
+    done = run_bench("--out", tmp_path / "out.json", "--data", tmp_path, "--distinct", "--choose")
+    assert done.returncode == 1
+    assert "--distinct has no effect" in done.stderr
+    assert "more than the 1 there are" in done.stderr
     assert not (tmp_path / "out.json").exists()
 
 

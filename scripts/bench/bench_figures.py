@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import common
+from bench_peers import PEFT
 
-NAMES = ("peft-lora", "peft-qlora", "mlx-lm", "edgeft")
-REFERENCE = "peft-lora"
+NAMES = (*PEFT, "mlx-lm", "edgeft")
 Curve = list[list[float]]  # [[seconds, held-out loss], …]
 Events = Sequence[dict[str, Any]]
 
@@ -100,14 +100,20 @@ def earlier(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     return results
 
 
+def reference(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The peer that everything is measured against: the fastest of those on the same rows. Empty if none ran."""
+    peers = [r for r in results if r["comparable"] and r["name"] != "edgeft"]
+    return min(peers, key=lambda r: float(r["seconds"]), default={})
+
+
 def merge(kept: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """New results in the place of kept ones of the same name, in a fixed order, measured against the reference.
 
-    The reference is the held-out loss of the model that peft-lora hands over: its best one.
+    The goal is the held-out loss of the model that the reference hands over: its best one.
     """
     by_name = {result["name"]: dict(result) for result in [*kept, *new]}
     results = [by_name[name] for name in NAMES if name in by_name]
-    goal = by_name.get(REFERENCE, {}).get("heldout_loss")
+    goal = reference(results).get("heldout_loss")
     for result in results:
         at = None if goal is None or not result["comparable"] else reaches(result["curve"], goal)
         result["seconds_to_reference"] = None if at is None else round(at, 2)
@@ -118,8 +124,8 @@ def merge(kept: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown; `×` columns are against peft-lora's whole time and its memory, `±` against its F1."""
-    reference = next((r for r in results if r["name"] == REFERENCE), {})
+    """Markdown; `×` columns are against the reference's whole time and its memory, `±` against its F1."""
+    against = reference(results)
     titles = ["", "seconds", "to reference", "× time", "peak GiB", "× memory"]
     titles += ["held-out loss", "F1", "± F1", "exact match", "share of GEMM", "of fp32 GEMM"]
 
@@ -131,15 +137,15 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
     lines = []
     for r in results:
-        base = reference if r["comparable"] else {}
+        base = against if r["comparable"] else {}
         f1, base_f1 = r["f1"], base.get("f1")
         cells = [
-            r["name"],
+            f"{r['name']} (reference)" if r is against else r["name"],
             number(r["seconds"], 1),
             number(r["seconds_to_reference"], 1),
             ratio(r["seconds_to_reference"], base.get("seconds")),
             f"{r['peak_bytes'] / 2**30:.2f}",
-            ratio(r["peak_bytes"], reference.get("peak_bytes")),
+            ratio(r["peak_bytes"], against.get("peak_bytes")),
             number(r["heldout_loss"], 4),
             number(f1, 1),
             "" if f1 is None or base_f1 is None else f"{f1 - base_f1:+.1f}",
@@ -151,18 +157,19 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Held-out loss against training seconds; the dashed line is what peft-lora hands over."""
+    """Held-out loss against training seconds; the dashed line is what the reference hands over."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    against = reference(results)
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for r in results:
         if not r["comparable"]:
             continue
         points = axes.plot(*zip(*r["curve"], strict=True), marker="o", markersize=3, label=r["name"])
-        if r["name"] == REFERENCE:
+        if r is against:
             axes.axhline(r["heldout_loss"], color=points[0].get_color(), linestyle="--", linewidth=0.8)
     axes.set(xlabel="training seconds, loading included, validation not", ylabel="held-out loss", title=title)
     axes.set_yscale("log")

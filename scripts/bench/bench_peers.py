@@ -5,9 +5,10 @@
     bench_peers.py answer NAME …                       # greedy answers of what `train` left in FOLDER
 
 All train on edgeft's own token ids and answer masks, write metrics.jsonl in edgeft's format and done.json at the end.
-peft-lora: transformers' Trainer, LoRA r=16, alpha 32 on all seven linears of all blocks, 4 rows × 4 accumulated per
-step, grouped by length and padded to the longest, AdamW with a cosine, float32. peft-qlora: the same over bitsandbytes
-NF4 weights. mlx-lm: its own trainer, with at most 32 rows, one epoch and 8 held-out rows.
+peft-…: transformers' Trainer, LoRA r=16, alpha 32 on all seven linears of all blocks, 4 rows × 4 accumulated per step,
+grouped by length and padded to the longest, AdamW with a cosine. `PEFT` says what they differ in: NF4 weights
+(bitsandbytes), bf16 (autocast over float32 weights), gradient checkpointing. Held-out losses are outside of autocast.
+mlx-lm: its own trainer, with at most 32 rows, one epoch and 8 held-out rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ from bench_meter import hwm_bytes
 
 from edgeft.data import tokens
 from edgeft.data.tokens import Encoded
+from edgeft.engine import compiled
 from edgeft.host import device
 
 RANK, ALPHA = 16, 32
@@ -39,6 +41,22 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 MICRO_ROWS, ACCUMULATED = 4, 4
 EVAL_ROWS = 8  # rows per forward pass without gradients
 IGNORED = -100  # the label that cross_entropy leaves out
+BF16 = compiled.multiplies_bf16()  # without the instructions, bf16 is slower than float32
+
+
+class Peer(NamedTuple):
+    quantised: bool
+    bf16: bool
+    checkpointing: bool
+
+
+PEFT = {
+    "peft-lora": Peer(quantised=False, bf16=False, checkpointing=False),
+    "peft-lora-bf16": Peer(quantised=False, bf16=True, checkpointing=False),
+    "peft-lora-checkpointing": Peer(quantised=False, bf16=BF16, checkpointing=True),
+    "peft-qlora": Peer(quantised=True, bf16=BF16, checkpointing=False),
+    "peft-qlora-checkpointing": Peer(quantised=True, bf16=BF16, checkpointing=True),
+}
 
 
 def moments(steps: int, validations: int) -> set[int]:
@@ -69,24 +87,32 @@ class Log:
 # ---------------------------------------------------------------- transformers and PEFT
 
 
-def load_base(name: str, folder: str) -> Any:
+def load_base(peer: Peer, folder: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.set_num_threads(device.cores())
-    if name == "peft-lora":
+    if not peer.quantised:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     packed = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_compute_dtype=torch.bfloat16 if peer.bf16 else torch.float32,
     )
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=packed, device_map={"": "cpu"}
     )
+
+
+def keep_differentiable(base: Any) -> None:
+    """With AVX512-BF16, bitsandbytes (0.50) repacks weights in eval mode for a kernel without a gradient, and does not
+    go back: after the first validation most adapters would get no gradient, with no more than a warning."""
+    for module in base.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def example(row: Encoded) -> dict[str, list[int]]:
@@ -133,17 +159,37 @@ def heldout_loss(model: Any, examples: Sequence[dict[str, list[int]]]) -> float:
     return total / targets
 
 
-def train_peft(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def make_trainer(peer: Peer, model: Any, out: Path, settings: dict[str, Any], **more: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        use_cpu=True,
+        bf16=peer.bf16,
+        gradient_checkpointing=peer.checkpointing,
+        seed=0,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **settings,
+    )
+    return Trainer(model, arguments, **more)
+
+
+def train_peft(peer: Peer, args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-    from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+    from transformers import TrainerCallback, set_seed
 
     train, heldout = ([example(row) for row in rows] for rows in tokens.load(args.tokens))
     set_seed(0)
-    base = load_base(name, args.model)
+    base = load_base(peer, args.model)
     base.config.use_cache = False
-    if name == "peft-qlora":
+    if peer.quantised:
         base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+        keep_differentiable(base)
     model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LINEARS, task_type="CAUSAL_LM"))
     linear = [
         m.in_features * m.out_features
@@ -151,7 +197,8 @@ def train_peft(name: str, args: argparse.Namespace) -> dict[str, Any]:
         if isinstance(m, torch.nn.Linear) and "lora_" not in key
     ]
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    # Plain formula: forward and input gradients of frozen weights, all three products of the adapters.
+    # Plain formula: forward and input gradients of frozen weights, all three products of the adapters. What gradient
+    # checkpointing computes a second time does not count.
     flops_per_token = 4 * sum(linear) + 6 * adapters
     log, seen, validations = Log(args.out), [0], args.validations  # seen: padded tokens
 
@@ -194,28 +241,16 @@ def train_peft(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "gradient_accumulation_steps": ACCUMULATED,
         "train_sampling_strategy": "group_by_length",
     }
-    trainer = Trainer(
-        model,
-        TrainingArguments(
-            output_dir=str(args.out / "trainer"),
-            use_cpu=True,
-            seed=0,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            **settings,
-        ),
-        data_collator=counting_collate,
-        train_dataset=train,
-        callbacks=[Recorder()],
-    )
-    trainer.train()
-    return {"settings": {"rank": RANK, "alpha": ALPHA, **settings}, "trained_parameters": adapters}
+    more = {"data_collator": counting_collate, "train_dataset": train, "callbacks": [Recorder()]}
+    make_trainer(peer, model, args.out / "trainer", settings, **more).train()
+    return {
+        "settings": {"rank": RANK, "alpha": ALPHA, **peer._asdict(), **settings},
+        "products": "bf16" if peer.bf16 else "fp32",
+        "trained_parameters": adapters,
+    }
 
 
-def answer(name: str, args: argparse.Namespace) -> dict[str, float | None]:
+def answer(peer: Peer, args: argparse.Namespace) -> dict[str, float | None]:
     """F1 and exact match of greedy answers on the held-out rows, 0 to 100."""
     import torch
     from peft import PeftModel
@@ -224,7 +259,7 @@ def answer(name: str, args: argparse.Namespace) -> dict[str, float | None]:
     from edgeft.formats.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(args.tokenizer)
-    model = PeftModel.from_pretrained(load_base(name, args.model), str(args.out / "best")).eval()
+    model = PeftModel.from_pretrained(load_base(peer, args.model), str(args.out / "best")).eval()
     asked = [row for row in tokens.load(args.tokens)[1] if row.row.answers and len(tokens.prompt_ids(row))]
     asked.sort(key=lambda row: len(tokens.prompt_ids(row)))
     f1 = exact = 0.0
@@ -255,7 +290,7 @@ def answer(name: str, args: argparse.Namespace) -> dict[str, float | None]:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("verb", choices=("train", "answer"))
-    parser.add_argument("name", choices=("peft-lora", "peft-qlora", "mlx-lm"))
+    parser.add_argument("name", choices=(*PEFT, "mlx-lm"))
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--tokens", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -267,14 +302,14 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.verb == "answer":
-        (args.out / "answers.json").write_text(json.dumps(answer(args.name, args)))
+        (args.out / "answers.json").write_text(json.dumps(answer(PEFT[args.name], args)))
         return
     if args.name == "mlx-lm":
         import bench_mlx
 
         done = bench_mlx.train(args)
     else:
-        done = train_peft(args.name, args)
+        done = train_peft(PEFT[args.name], args)
     (args.out / "done.json").write_text(json.dumps({**done, "peak_bytes": hwm_bytes()}))
 
 

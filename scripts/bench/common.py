@@ -22,6 +22,7 @@ from edgeft.formats.source import demo_model
 from edgeft.host.files import atomic_write
 
 MIB, GIB = 2**20, 2**30
+Rows = Sequence[Mapping[str, Any]]
 
 
 class Failed(SystemExit):
@@ -67,7 +68,7 @@ def read_events(run: Path, event: str = "") -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- rows and models
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -86,17 +87,63 @@ def passage_rows(folder: Path, count: int, tokens: int) -> None:
         write_rows(folder / f"{name}.jsonl", [row(record) for record in order.sample(records, size)])
 
 
-def banking_rows(folder: Path, out: Path, rows: int, dev_rows: int, columns: tuple[str, str]) -> Path:
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise Failed(f"there is no file {path}")
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def first_rows(train: Rows, dev: Rows, out: Path, rows: int, dev_rows: int, choose: bool = False) -> Path:
+    """train.jsonl and dev.jsonl. `choose`: held-out rows are the last training rows, so that settings are not chosen on
+    the rows that the final figures are of."""
+    if choose and len(train) < rows + dev_rows:
+        raise Failed(
+            f"{rows} rows to train on and {dev_rows} held out of them are more than the {len(train)} there are"
+        )
+    write_rows(out / "train.jsonl", train[:rows])
+    write_rows(out / "dev.jsonl", train[-dev_rows:] if choose else dev[:dev_rows])
+    return out
+
+
+def last_rows(folder: Path, out: Path, rows: int, dev_rows: int) -> Path:
+    """train.jsonl as it is, held-out rows from its end."""
+    return first_rows(read_rows(folder / "train.jsonl"), [], out, rows, dev_rows, choose=True)
+
+
+def distinct_passages(folder: Path, out: Path, rows: int, dev_rows: int, choose: bool = False) -> Path:
+    """One question per passage: of train.jsonl and dev.jsonl, shuffled by a seed, the first row of each `context`."""
+
+    def distinct(path: Path) -> list[dict[str, Any]]:
+        records = read_rows(path)
+        random.Random(0).shuffle(records)
+        first: dict[str, dict[str, Any]] = {}
+        for record in records:
+            if not record.get("context"):
+                raise Failed(f"{path} has rows without a `context`")
+            first.setdefault(record["context"], record)
+        return list(first.values())
+
+    train, dev = distinct(folder / "train.jsonl"), distinct(folder / "dev.jsonl")
+    return first_rows(train, dev, out, rows, dev_rows, choose)
+
+
+def banking_rows(
+    folder: Path, out: Path, rows: int, dev_rows: int, columns: tuple[str, str], choose: bool = False
+) -> Path:
     """Banking77's CSV files as train.jsonl and dev.jsonl: rows by a seeded shuffle, as the files go label by label."""
-    for source, target, count in (("train.csv", "train.jsonl", rows), ("test.csv", "dev.jsonl", dev_rows)):
-        with (folder / source).open(encoding="utf-8", newline="") as file:
+
+    def shuffled(path: Path) -> list[dict[str, str]]:
+        with path.open(encoding="utf-8", newline="") as file:
             records = list(csv.DictReader(file))
         if not records or not {"text", "category"} <= set(records[0]):
-            raise Failed(f"{folder / source} has no columns `text` and `category`")
+            raise Failed(f"{path} has no columns `text` and `category`")
         random.Random(0).shuffle(records)
-        pairs = [(r["text"], r["category"].replace("_", " ")) for r in records[:count]]
-        write_rows(out / target, (dict(zip(columns, pair, strict=True)) for pair in pairs))
-    return out
+        pairs = [(r["text"], r["category"].replace("_", " ")) for r in records]
+        return [dict(zip(columns, pair, strict=True)) for pair in pairs]
+
+    train, dev = shuffled(folder / "train.csv"), shuffled(folder / "test.csv")
+    return first_rows(train, dev, out, rows, dev_rows, choose)
 
 
 def find_model(models: Path, pattern: str, shape: str = "") -> Path | None:
