@@ -193,11 +193,15 @@ WAYS = {
 def gradients(
     stack: Stack, cut: int, parameters: dict[str, torch.nn.Parameter]
 ) -> tuple[float, dict[str, torch.Tensor]]:
+    """From the same trunk, in float32."""
     from edgeft.data.forest import Forest
 
-    rows = Forest(ROWS)
+    rows, bf16 = Forest(ROWS), stack.options.bf16
     _, batch = batch_of(rows, list(range(len(ROWS))))
-    loss = stack.head.loss(stack.top(stack.trunk(batch, cut), batch, cut), batch.targets)
+    stack.configure(bf16=False)
+    hidden = stack.trunk(batch, cut)
+    stack.configure(bf16=bf16)
+    loss = stack.head.loss(stack.top(hidden, batch, cut), batch.targets)
     loss.backward()  # type: ignore[no-untyped-call]
     found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     for p in parameters.values():
@@ -279,11 +283,14 @@ def test_padding_knows_few_sizes(rows: int) -> None:
     assert len({padded(n) for n in range(rows, 2 * rows)}) <= 9
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
+TYPES = ["q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "q5_0", "q2_k", "q3_k", "iq4_nl", "iq4_xs", "f16", "bf16"]
+
+
+@pytest.mark.parametrize("name", TYPES)
 def test_unpacking_is_ggmls(name: str) -> None:
     """Bit for bit, in float32; rounded once in bf16."""
     kind = ggml.type_id(name)
-    values = np.random.default_rng(0).standard_normal((37, 320)).astype(np.float32) * 0.1
+    values = np.random.default_rng(0).standard_normal((37, 768)).astype(np.float32) * 0.1
     values[3, :32] *= 1e-6  # scales below half precision's smallest normal number
     data = ggml.pack(values, kind).reshape(37, -1)
     want = np.empty_like(values)
@@ -291,7 +298,7 @@ def test_unpacking_is_ggmls(name: str) -> None:
     library = kernels.load()
     assert library.unpacks(kind)
     for dtype in (torch.float32, torch.bfloat16):
-        out = torch.empty(37, 320, dtype=dtype)
+        out = torch.empty(37, 768, dtype=dtype)
         library.unpack(data, kind, out)
         assert torch.equal(out, torch.from_numpy(want).to(dtype))
 

@@ -620,22 +620,79 @@ static inline void q4_1(const uint8_t *in, T *out) {  // scale, minimum, 32 nibb
     spread((vs)(nibbles >> 4), scale, low, out + 16);
 }
 
+// The scale and the minimum of each 32 of 256 numbers, 6 bits each: eight of them in 12 bytes
+struct Scales {
+    float scale[8], low[8];
+    Scales(const uint8_t *in) {  // factors of both, then the 12 bytes
+        float d = half(in), m = half(in + 2);
+        const uint8_t *s = in + 4;
+        for (int i = 0; i < 4; i++) {
+            scale[i] = d * (s[i] & 63), low[i] = -(m * (s[i + 4] & 63));
+            scale[i + 4] = d * ((s[i + 8] & 15) | (s[i] >> 6) << 4);
+            low[i + 4] = -(m * ((s[i + 8] >> 4) | (s[i + 4] >> 6) << 4));
+        }
+    }
+};
+
+template <typename T>
+static inline void q4_k(const uint8_t *in, T *out) {  // scales, 4 times 32 bytes: the low nibbles, then the high ones
+    Scales s(in);
+    for (int i = 0; i < 8; i += 2)
+        for (int j = 0; j < 32; j += 16) {
+            vb nibbles = *(const vb *)(in + 16 + 16 * i + j);
+            spread((vs)(nibbles & 15), s.scale[i], s.low[i], out + 32 * i + j);
+            spread((vs)(nibbles >> 4), s.scale[i + 1], s.low[i + 1], out + 32 * i + 32 + j);
+        }
+}
+
+template <typename T>
+static inline void q5_k(const uint8_t *in, T *out) {  // as q4_k; 32 bytes before the nibbles hold every fifth bit
+    Scales s(in);
+    for (int i = 0; i < 8; i += 2)
+        for (int j = 0; j < 32; j += 16) {
+            vb nibbles = *(const vb *)(in + 48 + 16 * i + j), high = *(const vb *)(in + 16 + j) >> i;
+            spread((vs)((nibbles & 15) | (high & 1) << 4), s.scale[i], s.low[i], out + 32 * i + j);
+            spread((vs)((nibbles >> 4) | (high & 2) << 3), s.scale[i + 1], s.low[i + 1], out + 32 * i + 32 + j);
+        }
+}
+
+template <typename T>
+static inline void q6_k(const uint8_t *in, T *out) {  // 128 bytes of low nibbles, 64 of high pairs, 16 scales, a factor
+    const int8_t *scales = (const int8_t *)in + 192;
+    float d = half(in + 208);
+    for (int i = 0; i < 2; i++)
+        for (int j = 0; j < 32; j += 16) {
+            vb one = *(const vb *)(in + 64 * i + j), two = *(const vb *)(in + 64 * i + 32 + j);
+            vb high = *(const vb *)(in + 128 + 32 * i + j);
+            vb q[4] = {(one & 15) | (high & 3) << 4, (two & 15) | (high & 12) << 2, one >> 4 | (high & 48),
+                       two >> 4 | (high & 192) >> 2};
+            for (int k = 0; k < 4; k++)
+                spread((vs)q[k] - 32, d * scales[8 * i + 2 * k + j / 16], 0.0f, out + 128 * i + 32 * k + j);
+        }
+}
+
+template <typename T, typename F>
+static void each_block(const uint8_t *in, T *out, long blocks, int bytes, int values, int threads, F unpack) {
+    long step = 4096 / values;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long strip = 0; strip < blocks; strip += step)
+        for (long b = strip; b < std::min(strip + step, blocks); b++) unpack(in + b * bytes, out + b * values);
+}
+
 template <typename T>
 static void unpack_to(const uint8_t *in, int type, T *out, long blocks, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long strip = 0; strip < blocks; strip += 128) {
-        long stop = std::min(strip + 128, blocks);
-        if (type == 2)
-            for (long b = strip; b < stop; b++) q4_0(in + b * 18, out + b * 32);
-        else if (type == 3)
-            for (long b = strip; b < stop; b++) q4_1(in + b * 20, out + b * 32);
-        else
-            for (long b = strip; b < stop; b++) q8_0(in + b * 34, out + b * 32);
+    switch (type) {
+        case 2: return each_block(in, out, blocks, 18, 32, threads, q4_0<T>);
+        case 3: return each_block(in, out, blocks, 20, 32, threads, q4_1<T>);
+        case 8: return each_block(in, out, blocks, 34, 32, threads, q8_0<T>);
+        case 12: return each_block(in, out, blocks, 144, 256, threads, q4_k<T>);
+        case 13: return each_block(in, out, blocks, 176, 256, threads, q5_k<T>);
+        case 14: return each_block(in, out, blocks, 210, 256, threads, q6_k<T>);
     }
 }
 
 extern "C" {
-// Packed rows of ggml's types q4_0 (2), q4_1 (3) and q8_0 (8), in blocks of 32 numbers
+// Blocks of ggml's types q4_0 (2), q4_1 (3), q8_0 (8), q4_k (12), q5_k (13), q6_k (14)
 void unpack(const uint8_t *in, int type, float *out, long blocks, int threads) {
     unpack_to(in, type, out, blocks, threads);
 }
@@ -643,6 +700,21 @@ void unpack_half(const uint8_t *in, int type, bf16 *out, long blocks, int thread
     unpack_to(in, type, out, blocks, threads);
 }
 
+// Packed rows of any type by ggml's own function, rounded to bf16 while they are in the cache
+void unpack_rows_half(const uint8_t *in, void (*to_float)(const void *, float *, int64_t), bf16 *out, long rows, long cols,
+                      long row_bytes, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> row(cols + VL);
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; r++) {
+            to_float(in + r * row_bytes, row.data(), cols);
+            long i = 0;
+            for (; i + VL <= cols; i += VL) store(out + r * cols + i, load(&row[i]));
+            for (; i < cols; i++) put(out + r * cols + i, row[i]);
+        }
+    }
+}
 }
 
 // ------------------------------------------------------------------------------------------------- AdamW

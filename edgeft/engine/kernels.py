@@ -20,6 +20,7 @@ from edgeft.engine.attention import AttentionPlan, Heads
 from edgeft.engine.backend import TORCH, AdamRule, Backend, Moments
 from edgeft.engine.limits import KERNEL_TYPES, kernels_can_run
 from edgeft.engine.memory import Memory
+from edgeft.formats import ggml
 
 Tensor = torch.Tensor
 
@@ -149,16 +150,20 @@ class KernelBackend(Backend):
         function(_at(part), _at(columns, torch.int64), _at(out, out.dtype), *shape, self.threads)
 
     def unpacks(self, type_id: int) -> bool:
-        """ggml's own code is several times slower."""
-        return type_id in KERNEL_TYPES
+        return type_id in KERNEL_TYPES or (type_id >= 0 and ggml.to_float(type_id) is not None)
 
     def unpack(self, packed: np.ndarray, type_id: int, out: Tensor) -> None:
-        if not self.unpacks(type_id):
+        """ggml's own code is several times slower for the types that the kernels have."""
+        source = ctypes.c_void_p(packed.ctypes.data)
+        if type_id in KERNEL_TYPES:
+            function = self.library.unpack if out.dtype == torch.float32 else self.library.unpack_half
+            blocks = ctypes.c_long(out.numel() // ggml.block_values(type_id))
+            function(source, type_id, _at(out, out.dtype), blocks, self.threads)
+        elif out.dtype == torch.float32:
             super().unpack(packed, type_id, out)
-            return
-        function = self.library.unpack if out.dtype == torch.float32 else self.library.unpack_half
-        blocks = ctypes.c_long(out.numel() // 32)
-        function(ctypes.c_void_p(packed.ctypes.data), type_id, _at(out, out.dtype), blocks, self.threads)
+        else:
+            sizes = _longs(*out.shape, ggml.row_bytes(type_id, out.shape[1]))
+            self.library.unpack_rows_half(source, ggml.to_float(type_id), _at(out, out.dtype), *sizes, self.threads)
 
     def norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         total = x if more is None else self.memory.pool.like(x)

@@ -8,8 +8,9 @@ HEAD_ROWS = 8192  # vocabulary rows unpacked at a time
 
 LOGITS_BYTES = 64 << 20  # the largest piece of logits that exists at a time
 
-# types that the kernels unpack themselves; ggml unpacks the others, to float32 alone
-KERNEL_TYPES = tuple(int(GGMLQuantizationType[name]) for name in ("Q4_0", "Q4_1", "Q8_0"))
+# types that the kernels unpack themselves; of the others ggml unpacks each row
+_NAMES = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+KERNEL_TYPES = tuple(int(GGMLQuantizationType[name]) for name in _NAMES)
 
 MAX_LANES = 16  # float32 numbers in the widest vector register
 

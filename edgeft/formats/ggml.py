@@ -68,7 +68,8 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _to_float(type_id: int) -> Callable[[int, int, int], None] | None:
+def to_float(type_id: int) -> Callable[[int, int, int], None] | None:
+    """ggml's function that unpacks (packed, floats, count) of a type; None: there is none."""
     pointer = _library().ggml_get_type_traits(type_id).contents.to_float
     return _TO_FLOAT(pointer) if pointer else None
 
@@ -85,6 +86,11 @@ def type_id(name: str) -> int:
     except KeyError:
         hint = "for example keep, f16, q8_0, q6_k, q5_k, q4_k, q4_0, q4_1"
         raise ExportError(f"unknown tensor type `{name}`", hint) from None
+
+
+def block_values(type_id: int) -> int:
+    """Values that are packed together."""
+    return GGML_QUANT_SIZES[GGMLQuantizationType(type_id)][0]
 
 
 def row_bytes(type_id: int, values: int) -> int:
@@ -109,7 +115,7 @@ def unpack(packed: np.ndarray, type_id: int, out: np.ndarray, threads: int = 1) 
     if type_id == F32:
         np.copyto(out, packed.view(np.float32).reshape(rows, cols))
         return
-    function = _to_float(type_id)
+    function = to_float(type_id)
     if function is None:
         raise ModelError(f"tensors of type {type_name(type_id)} cannot be unpacked")
     source, target, stride = packed.ctypes.data, out.ctypes.data, row_bytes(type_id, cols)
