@@ -334,7 +334,7 @@ def test_shipped_device(name: str) -> None:
     assert "\n" not in device.about
     assert 0.6 * device.ram_bytes < device.budget_bytes < device.ram_bytes - 2**30
     assert device.gemm_gflops > 0
-    assert {"threads", "micro_batch_tokens", "recompute"} <= set(device.how)
+    assert {"threads", "micro_batch_tokens"} <= set(device.how)
     assert device.how["threads"] in (0, device.cores)
 
 

@@ -192,6 +192,53 @@ def test_channels_are_those_asked_for(small: Callable[[str], Path]) -> None:
         assert torch.equal(weight_of(layer), base)
 
 
+# ---------------------------------------------------------------- low rank
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_low_rank_gradients_are_projections_of_plain_autograds(
+    small: Callable[[str], Path], family: str, engine: str
+) -> None:
+    """dB = G Aᵀ with G the gradient of the merged weight; beside tensors that are trained whole and in part."""
+    parts = [
+        {"blocks": [0, 2], "low_rank": 4},
+        {"blocks": [1], "tensors": ["q", "o", "up"], "low_rank": 8},
+        {"blocks": [1], "tensors": ["v"]},
+        {"blocks": [1], "tensors": ["down"], "channels": 0.25},
+    ]
+    path = small(family)
+    stack, scheme, parameters = built(path, config.build(UpdateConfig, {"parts": parts}, "update"), engine)
+    assert not scheme.frugal
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    paths = [name.removesuffix(".up") for name in parameters if name.endswith(".up")]
+    assert len(paths) == 17
+    want = plain_small(as_trained(reference(path), stack), [f"{path}.weight" for path in paths])
+    for mode in ("none", "full"):
+        stack.configure(recompute=mode)
+        got = gradients(stack, parameters)
+        for name in paths:
+            layer: Any = stack.model.get_submodule(name)
+            assert near(got[f"{name}.up"], want[f"{name}.weight"] @ layer.down.T) < 1e-4, name
+
+
+def test_directions_are_those_of_the_largest_gradients(small: Callable[[str], Path]) -> None:
+    """Of a gradient whose rank is that of the update, the directions found hold all."""
+    stack, scheme, _ = built(small("Llama"), UpdateConfig(blocks=[1], low_rank=20), "torch")
+    before = {name: stack.linear(1, name).down.clone() for name in ("q", "up")}  # type: ignore[operator]
+    assert scheme.method.choose_channels(stack, scheme, lambda: loss_of(stack).backward())  # type: ignore[no-untyped-call]
+    whole, _, parameters = built(small("Llama"), UpdateConfig(blocks=[1]), "torch")
+    full = gradients(whole, parameters)
+    for name in ("q", "up"):
+        layer: Any = stack.linear(1, name)
+        gradient = full[f"layers.1.{stack.arch.linears[name].path}.weight"]  # of rank 20, the row's tokens
+        assert near(layer.down @ layer.down.T, torch.eye(20)) < 1e-5
+        assert near(gradient @ layer.down.T @ layer.down, gradient) < 1e-3
+        assert near(gradient @ before[name].T @ before[name], gradient) > 0.5
+
+
 # ---------------------------------------------------------------- what is kept for the backward pass
 
 
@@ -482,6 +529,8 @@ def saved(run: Run, step: int) -> dict[str, torch.Tensor]:
 RUNS = {
     "sliced": ("sparse-bp", "update.channels=0.25", "how.compile=on"),
     "by gradient": ("sparse-bp", "update.channels=0.125", "update.choose=gradient", "how.compile=off"),
+    "low rank": ("sparse-rule", "update.low_rank=4", "train.low_rank_lr=0.01", "how.compile=on"),
+    "low rank, recomputed": ("sparse-rule", "update.low_rank=4", "how.compile=on", "how.recompute=true"),
     "biases": ("bias-norm", "how.compile=on"),
     "tinytl": ("tinytl", "how.compile=on"),
     "qas": ("qas-int8", "update.norms=true", "how.compile=on"),

@@ -64,11 +64,13 @@ MIDDLE: dict[str, Any] = {"blocks": "24-27", "tensors": ["q", "k", "v", "o", "up
         (UpdateConfig(**MIDDLE), False),
         (UpdateConfig(**MIDDLE), True),
         (UpdateConfig(**MIDDLE, channels=0.25), False),
+        (UpdateConfig(**MIDDLE, low_rank=16), False),
+        (UpdateConfig(**MIDDLE, low_rank=16), True),
         (UpdateConfig(blocks="24-29", weights=False, biases=True, norms=True), False),
         (UpdateConfig(blocks="25-28", method="tinytl", biases=True, norms=True), False),
         (UpdateConfig(blocks="25-28", method="lora"), False),
     ],
-    ids=["sparse", "recomputed", "channels", "biases", "tinytl", "lora"],
+    ids=["sparse", "recomputed", "channels", "low-rank", "low-rank recomputed", "biases", "tinytl", "lora"],
 )
 @pytest.mark.usefixtures("fresh_pool")
 def test_buffers_are_those_that_the_pool_gives_out(
@@ -78,7 +80,7 @@ def test_buffers_are_those_that_the_pool_gives_out(
     scheme = schemes.make(update, stack.depth, arch.get("llama"))
     schemes.apply(stack, scheme, 0)
     stack.configure(backend=kernels.load())
-    stack.configure(bf16=half, recompute="full" if recompute else "selective" if scheme.frugal else "none")
+    stack.configure(bf16=half, recompute=scheme.recompute(recompute))
     _, batch = batch_of(Forest([random_row(40, 6), random_row(24, 5)]), [0, 1])
     hidden = stack.trunk(batch, scheme.cut)
     pool = stack.options.backend.memory.pool

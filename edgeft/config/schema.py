@@ -62,14 +62,15 @@ class PartConfig:
     )
     biases: bool = knob(False, "add and train biases of these tensors")
     norms: bool = knob(False, "train the RMSNorm weights of these blocks")
+    low_rank: int = knob(0, "as update.low_rank", low=0, high=1024)
 
 
 @dataclass(frozen=True)
 class UpdateConfig:
     method: str = knob(
         "sparse",
-        "sparse: the chosen tensors themselves; lora: PEFT adapters on them; tinytl: lite residual branches beside "
-        "them; qas: the chosen tensors, as int8 with a scale for each row",
+        "sparse: the chosen tensors themselves, or low-rank updates of them; lora: PEFT adapters on them; tinytl: lite "
+        "residual branches beside them; qas: the chosen tensors, as int8 with a scale for each row",
         choices=("sparse", "lora", "tinytl", "qas"),
     )
     blocks: Any = knob(
@@ -88,10 +89,17 @@ class UpdateConfig:
         "weight: those with the largest weights; first: the first ones",
         choices=("gradient", "weight", "first"),
     )
+    low_rank: int = knob(
+        0,
+        "sparse: train an update of this rank beside each weight, which stays packed, along the input directions with "
+        "the largest gradients; 0 = train the weight's own channels",
+        low=0,
+        high=1024,
+    )
     parts: list[PartConfig] = knob(
         [],
-        "a list of {blocks, tensors, channels, biases, norms} that replaces the keys of the same names; if two entries "
-        "name the same tensor of a block, the later one wins",
+        "a list of {blocks, tensors, channels, low_rank, biases, norms} that replaces the keys of the same names; if "
+        "two entries name the same tensor of a block, the later one wins",
     )
     biases: bool = knob(False, "add and train biases of the chosen tensors, where the architecture supports them")
     norms: bool = knob(False, "train the RMSNorm weights of these blocks")
@@ -119,6 +127,9 @@ class TrainConfig:
     bias_lr: float = knob(
         0.0, "peak learning rate of biases and norms, not scaled by width; 0 = the same as the weights", low=0.0
     )
+    low_rank_lr: float = knob(
+        0.0, "peak learning rate of low-rank updates, not scaled by width; 0 = the same as the weights", low=0.0
+    )
     warmup: float = knob(0.05, "share of the steps in which the learning rate rises linearly", low=0.0, high=1.0)
     final_lr: float = knob(0.05, "final learning rate, as a share of the peak", low=0.0, high=1.0)
     optimizer: str = knob("adamw", "adamw, or sgd with momentum", choices=("adamw", "sgd"))
@@ -142,7 +153,11 @@ class ExecutionConfig:
     """How a run executes on this device; nothing here changes what is learned."""
 
     micro_batch_tokens: int = knob(1024, "tokens per forward and backward pass", low=16)
-    recompute: bool = knob(False, "gradient checkpointing: keep block inputs only, recompute the rest")
+    recompute: bool = knob(
+        False,
+        "gradient checkpointing: keep block inputs only, recompute the rest (all but down, where no gradient "
+        "reads whole inputs)",
+    )
     threads: int = knob(0, "compute threads; 0 = all cores", low=0)
     products: str = knob(
         "auto",

@@ -37,17 +37,20 @@ class Optimizer:
         self.parameters, self.train, self.how, self.backend = parameters, train, how, backend
         self.in_place = how.step_in_place
         self.names = {parameter: name for name, parameter in parameters.items()}
-        self.lr = self.bias_lr = train.lr
+        self.lr = self.bias_lr = self.low_rank_lr = train.lr
         self.kept: dict[str, dict[str, Any]] = {}  # by a parameter's name: tensors and numbers
         self._squares, self._seen = 0.0, 0  # of the gradients complete in this step: their square sum, and numbers
         self.norm: float | None = None  # of the step before, where tensors are updated in place
         self._good = True  # the step's loss is finite
 
-    def set_rate(self, lr: float, bias_lr: float | None = None) -> None:
-        """bias_lr: of biases and norms; None: the same."""
+    def set_rate(self, lr: float, bias_lr: float | None = None, low_rank_lr: float | None = None) -> None:
+        """bias_lr: of biases and norms; low_rank_lr: of low-rank updates; None: the same."""
         self.lr, self.bias_lr = lr, lr if bias_lr is None else bias_lr
+        self.low_rank_lr = lr if low_rank_lr is None else low_rank_lr
 
     def rate(self, name: str) -> float:
+        if name.endswith(".up"):  # the trained factor of a low-rank update
+            return self.low_rank_lr
         return self.bias_lr if is_bias_or_norm(name) else self.lr
 
     @contextmanager
@@ -194,9 +197,11 @@ class Plain(Optimizer):
         self.of = {name: self.parts[number if self.in_place else 0] for number, name in enumerate(parameters)}
 
     def _adamw(self, names: list[str]) -> Any:
-        """With a group of weights, and one of biases and norms, which have another learning rate."""
-        t, rates = self.train, [[self.parameters[n] for n in names if is_bias_or_norm(n) == b] for b in (False, True)]
-        groups = [{"params": group} for group in rates if group]
+        """With a group for each learning rate."""
+        t, kinds = self.train, dict[tuple[bool, bool], list[nn.Parameter]]()
+        for name in names:
+            kinds.setdefault((is_bias_or_norm(name), name.endswith(".up")), []).append(self.parameters[name])
+        groups = [{"params": kinds[kind]} for kind in sorted(kinds)]
         settings: dict[str, Any] = {"lr": t.lr, "betas": (t.beta1, t.beta2), "weight_decay": t.weight_decay}
         if self.how.optimizer_state == "8bit":
             from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]

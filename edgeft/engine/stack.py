@@ -59,7 +59,7 @@ class ExecutionOptions:
     """How a stack runs. None of it changes what is computed, up to rounding."""
 
     backend: Backend = TORCH
-    bf16: bool = False  # operands of products above the cut, where the backend runs the blocks
+    bf16: bool = False  # operands of products, where the backend runs the blocks; the head's are float32
     # gradient checkpointing: none; full: only inputs of blocks are kept; selective: where no weight is trained, and
     # the backend runs the blocks, inputs and little more
     recompute: str = "none"
@@ -164,9 +164,9 @@ class Stack:
         return self._scaled(normed[place])
 
     def trunk(self, batch: Batch, cut: int) -> Tensor:
-        """The trunk's output, (T, d), in float32 always: it runs only once. Without autograd."""
+        """The trunk's output, (T, d), without autograd; its products read what those above the cut read."""
         with torch.no_grad():
-            return self.run(self.embed(batch.tokens), batch, range(cut))
+            return self.run(self.embed(batch.tokens), batch, range(cut), self.options.bf16)
 
     def logits(self, batch: Batch) -> Tensor:
         """(n, vocabulary) at the predicting positions; for checks."""

@@ -25,21 +25,21 @@ def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
     if scheme.biases or scheme.norms:
         raise ExportError("this run trained biases or norms beside its adapters, which PEFT's file cannot hold", hint)
     linears, tensors = stack.arch.linears, {}
-    for number, tensor in scheme.shares:
+    for number, tensor in scheme.updates:
         module = stack.linear(number, tensor)
         prefix = f"base_model.model.model.layers.{number}.{linears[tensor].path}"
         for part, weight in zip(("lora_A", "lora_B"), adapter(module), strict=True):
             tensors[f"{prefix}.{part}.weight"] = weight.detach().float().contiguous()
-    names = {tensor for _, tensor in scheme.shares}
+    names = {tensor for _, tensor in scheme.updates}
     where: dict[str, Any] = {
         "target_modules": [linear.path.rpartition(".")[2] for name, linear in linears.items() if name in names],
         "layers_to_transform": list(scheme.blocks),
         "layers_pattern": "layers",
     }
-    if len(scheme.shares) < len(names) * len(scheme.blocks):  # not the same tensors in every block
-        where = {"target_modules": [f"layers.{number}.{linears[tensor].path}" for number, tensor in scheme.shares]}
+    if len(scheme.updates) < len(names) * len(scheme.blocks):  # not the same tensors in every block
+        where = {"target_modules": [f"layers.{number}.{linears[tensor].path}" for number, tensor in scheme.updates]}
     config = LoraConfig(
-        r=scheme.rank,
+        r=next(iter(scheme.updates.values())).rank,
         lora_alpha=scheme.alpha,  # type: ignore[arg-type]
         lora_dropout=0.0,
         task_type="CAUSAL_LM",

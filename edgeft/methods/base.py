@@ -6,7 +6,8 @@ No torch at import: the planner asks the same objects. What needs torch imports 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgeft.errors import ConfigError
 
@@ -20,6 +21,26 @@ if TYPE_CHECKING:
     from edgeft.methods.scheme import Scheme
 
 MIB = 1 << 20
+
+
+class Update(NamedTuple):
+    """What is trained of one weight."""
+
+    share: float = 1.0  # of its input channels, themselves
+    rank: int = 0  # above 0: a low-rank matrix beside it instead
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an update costs beyond its numbers."""
+
+    code_bytes: int = 5 * MIB  # that the library compiles and keeps for each size of a pass with bf16 products
+    frugal: bool = False  # no gradient reads the layer's whole input: most of a block can be recomputed from little
+    selective: bool = False  # and always is: the method is for little memory
+    replaces_base: bool = False  # the packed weight is never read again
+    dense: bool = False  # and is a float32 matrix, which no product has to unpack
+    casts: bool = True  # trained numbers are cast in every pass with bf16 products
+    float32_inputs: bool = False  # what it keeps of an input is float32, also with bf16 products
 
 
 class Method:
@@ -37,35 +58,35 @@ class Method:
 
     # What it costs
     weight_bytes = 4  # of a trained number
-    code_bytes = 5 * MIB  # that the library compiles and keeps for each size of a pass with bf16 products
-    frugal = False  # no gradient reads a layer's whole input: most of a block can be recomputed from little
-    replaces_base = False  # a tensor that is trained whole never reads its packed weight again
-    dense = False  # and is a float32 matrix, which no product has to unpack
-    casts = True  # trained numbers are cast in every pass with bf16 products
-    float32_inputs = False  # what it keeps of an input is float32, also with bf16 products
+    traits = Traits()
+
+    def traits_of(self, update: Update) -> Traits:
+        return self.traits
 
     def validate(self, scheme: Scheme) -> None:
-        if not scheme.shares:
+        if not scheme.updates:
             raise ConfigError(f"`update.method: {self.name}` needs update.weights and update.tensors")
-        if not self.partial and min(scheme.shares.values()) < 1:
+        if not self.partial and any(update.rank and not self.ranked for update in scheme.updates.values()):
+            raise ConfigError(f"`update.low_rank` does not go with `update.method: {self.name}`", "use `sparse`")
+        if not self.partial and min(update.share for update in scheme.updates.values()) < 1:
             raise ConfigError(
                 f"`update.method: {self.name}` trains all input channels of a tensor",
                 "use `--set update.channels=1`, or `--set update.method=sparse`",
             )
 
-    def trained_sizes(self, scheme: Scheme, share: float, rows: int, cols: int) -> list[int]:
+    def trained_sizes(self, update: Update, rows: int, cols: int) -> list[int]:
         """Numbers in each trained tensor."""
-        return [rows * channel_count(share, cols)]
+        return [rows * channel_count(update.share, cols)]
 
-    def update_flops(self, scheme: Scheme, share: float, rows: int, cols: int) -> float:
+    def update_flops(self, update: Update, rows: int, cols: int) -> float:
         """Per token: what training adds to the frozen layer's products."""
-        return 2.0 * rows * channel_count(share, cols)
+        return 2.0 * rows * channel_count(update.share, cols)
 
-    def kept_width(self, scheme: Scheme, share: float, cols: int) -> int:
+    def kept_width(self, update: Update, cols: int) -> int:
         """Numbers per token of the layer's input that its backward pass reads."""
-        return channel_count(share, cols)
+        return channel_count(update.share, cols)
 
-    def kept_by_torch(self, scheme: Scheme, width: int) -> int:
+    def kept_by_torch(self, update: Update, width: int) -> int:
         """Numbers per token and layer that plain torch keeps besides."""
         return 0
 
@@ -73,7 +94,7 @@ class Method:
         """Of a trained number, that SGD keeps."""
         return 4
 
-    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> torch.nn.Module:
+    def build(self, module: Any, scheme: Scheme, update: Update, seed: int, name: str) -> torch.nn.Module:
         """The layer that takes the frozen one's place, mostly a TrainedLinear. `name` is its path in the model."""
         raise NotImplementedError
 

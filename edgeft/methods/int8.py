@@ -52,9 +52,9 @@ class Int8Optimizer(Optimizer):
         self.others = (optimizer.make if others else Optimizer)(others, recipe.train, how, backend)
         self.taken = 0  # steps so far; seeds the rounding
 
-    def set_rate(self, lr: float, bias_lr: float | None = None) -> None:
-        super().set_rate(lr, bias_lr)
-        self.others.set_rate(lr, bias_lr)
+    def set_rate(self, lr: float, bias_lr: float | None = None, low_rank_lr: float | None = None) -> None:
+        super().set_rate(lr, bias_lr, low_rank_lr)
+        self.others.set_rate(lr, bias_lr, low_rank_lr)
 
     def step(self) -> float:
         norm = super().step()

@@ -5,6 +5,7 @@ A checkpoint holds each of its buffers and each trained parameter but a stand-in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -31,12 +32,13 @@ class TrainedLinear(nn.Module):
         self.in_features, self.out_features = int(base.in_features), int(base.out_features)
         self.bias: nn.Parameter | None = base.bias
         base.bias = None
-        self.gradient_sizes: Tensor | None = None  # (I,) while observed: sums of squares of weight gradients
+        # while set, backward passes give it (dy (T, O), x (T, I)), and no gradient of a parameter is computed
+        self.observer: Callable[[Tensor, Tensor], None] | None = None
 
     def as_layer(self) -> LinearSpec | None:
         """Of what the method set, by the names of LinearSpec; None while observed: called as a module."""
         parts = {field.name: getattr(self, field.name) for field in fields(LinearSpec) if hasattr(self, field.name)}
-        return LinearSpec(**{"base": self} | parts) if self.gradient_sizes is None else None
+        return LinearSpec(**{"base": self} | parts) if self.observer is None else None
 
     def operand(self, backend: Backend, bf16: bool) -> Tensor:
         return self.method.operand(self, backend, bf16)
@@ -46,15 +48,11 @@ class TrainedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """In plain torch."""
-        if self.gradient_sizes is not None:
+        if self.observer is not None:
             observed: Tensor = _Observed.apply(x, next(p for p in self.parameters() if p.requires_grad), self)
             return observed
         (out,) = linears(x.reshape(-1, self.in_features), (self,), PLAIN)
         return out.view(*x.shape[:-1], self.out_features)
-
-    def observe(self) -> None:
-        """Backward passes add up `gradient_sizes` from now on, and compute no gradient of a parameter."""
-        self.gradient_sizes = torch.zeros(self.in_features)
 
 
 class _Observed(torch.autograd.Function):
@@ -70,7 +68,7 @@ class _Observed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (x,), layer = ctx.saved_tensors, ctx.layer
         dy = grads[0].reshape(-1, layer.out_features)
-        layer.gradient_sizes += (dy.T @ x.reshape(-1, layer.in_features)).square_().sum(0)
+        layer.observer(dy, x.reshape(-1, layer.in_features))
         dx = dy @ layer.dense_weight() if ctx.needs_input_grad[0] else None
         return None if dx is None else dx.view(x.shape), None, None
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from edgeft.methods.base import MIB, Method, weight_of
+from edgeft.methods.base import MIB, Method, Traits, Update, weight_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,35 +25,35 @@ class Lora(Method):
     about = "PEFT adapters on them"
     ranked = True
     uses_peft = True
-    code_bytes = 12 * MIB
-    casts = False
+    traits = Traits(code_bytes=12 * MIB, casts=False)
 
-    def trained_sizes(self, scheme: Scheme, share: float, rows: int, cols: int) -> list[int]:
-        return [scheme.rank * cols, scheme.rank * rows]
+    def trained_sizes(self, update: Update, rows: int, cols: int) -> list[int]:
+        return [update.rank * cols, update.rank * rows]
 
-    def update_flops(self, scheme: Scheme, share: float, rows: int, cols: int) -> float:
-        return 6.0 * scheme.rank * (rows + cols)  # forward, input gradient and weight gradient of both matrices
+    def update_flops(self, update: Update, rows: int, cols: int) -> float:
+        return 6.0 * update.rank * (rows + cols)  # forward, input gradient and weight gradient of both matrices
 
-    def kept_by_torch(self, scheme: Scheme, width: int) -> int:
-        return scheme.rank + width // 2  # each adapter keeps its input, and x Aᵀ
+    def kept_by_torch(self, update: Update, width: int) -> int:
+        return update.rank + width // 2  # each adapter keeps its input, and x Aᵀ
 
-    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> torch.nn.Module:
+    def build(self, module: Any, scheme: Scheme, update: Update, seed: int, name: str) -> torch.nn.Module:
         return module  # type: ignore[no-any-return]  # PEFT draws all adapters at once, see `inject`
 
     def inject(self, stack: Stack, scheme: Scheme, seed: int) -> None:
         import torch
         from peft import LoraConfig, inject_adapter_in_model
 
-        names = "|".join(re.escape(f"{block}.{stack.arch.linears[tensor].path}") for block, tensor in scheme.shares)
+        names = "|".join(re.escape(f"{block}.{stack.arch.linears[tensor].path}") for block, tensor in scheme.updates)
         alpha: Any = scheme.alpha  # PEFT's type is int
-        config = LoraConfig(r=scheme.rank, lora_alpha=alpha, target_modules=rf"layers\.({names})")
+        rank = next(iter(scheme.updates.values())).rank
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=rf"layers\.({names})")
         trained = [p for p in stack.model.parameters() if p.requires_grad]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inject_adapter_in_model(config, stack.model)
         for parameter in trained:  # PEFT freezes everything but its adapters
             parameter.requires_grad_(True)
-        for block, tensor in scheme.shares:
+        for block, tensor in scheme.updates:
             layer = stack.linear(block, tensor)
             layer.__class__ = _described(type(layer))  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from edgeft.methods.base import Method, weight_of
+from edgeft.methods.base import Method, Traits, Update, weight_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,12 +25,12 @@ class Qas(Method):
     optimizer_states = ("fp32", "8bit")
     base_note = ", int8"  # rounded before the first step
     weight_bytes = 1
-    replaces_base = True
+    traits = Traits(replaces_base=True)
 
     def momentum_bytes(self, state: str) -> int:
         return 1 if state == "8bit" else 4
 
-    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> torch.nn.Module:
+    def build(self, module: Any, scheme: Scheme, update: Update, seed: int, name: str) -> torch.nn.Module:
         import torch
 
         from edgeft.methods.int8 import LARGEST

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from edgeft.arch import Architecture
 from edgeft.config import PartConfig, UpdateConfig
 from edgeft.errors import ConfigError
 from edgeft.methods import Method
+from edgeft.methods.base import Update
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +36,10 @@ class Scheme:
     """What is trained, by block and tensor; nothing else is."""
 
     method: Method
-    shares: dict[tuple[int, str], float]  # of a weight's input channels, by (block, tensor): above 0
+    updates: dict[tuple[int, str], Update]  # of weights, by (block, tensor)
     biases: frozenset[tuple[int, str]] = frozenset()
     norms: frozenset[int] = frozenset()  # blocks
     choose: str = "gradient"  # how channels are chosen where a share is below 1
-    rank: int = 0
     alpha: float = 0.0
     cycle_blocks: int = 0  # trained at a time; 0: all
     cycle_steps: int = 1
@@ -47,7 +47,7 @@ class Scheme:
     @cached_property
     def blocks(self) -> tuple[int, ...]:
         """Those in which anything is trained, ascending."""
-        return tuple(sorted({block for block, _ in (*self.shares, *self.biases)} | self.norms))
+        return tuple(sorted({block for block, _ in (*self.updates, *self.biases)} | self.norms))
 
     @property
     def cut(self) -> int:
@@ -57,11 +57,24 @@ class Scheme:
     @property
     def frugal(self) -> bool:
         """No gradient needs the input of a layer, so that most of a block can be computed again from little."""
-        return self.method.frugal or not self.shares
+        return all(self.method.traits_of(update).frugal for update in self.updates.values())
+
+    def recompute(self, requested: bool) -> str:
+        """Gradient checkpointing: none, full or selective, as ExecutionOptions has it."""
+        if self.frugal and (requested or all(self.method.traits_of(one).selective for one in self.updates.values())):
+            return "selective"
+        return "full" if requested else "none"
+
+    @cached_property
+    def replaced(self) -> frozenset[tuple[int, str]]:
+        """Weights that are trained whole, and whose packed form is never read again."""
+        every = self.updates.items()
+        return frozenset(key for key, one in every if one.share >= 1 and self.method.traits_of(one).replaces_base)
 
     def share(self, block: int, tensor: str) -> float:
-        """Of the input channels of this weight, how much is trained: 0 = frozen. LoRA's adapters see all of them."""
-        return self.shares.get((block, tensor), 0.0)
+        """Of the input channels of this weight, how much is trained: 0 = frozen. Low-rank updates see all of them."""
+        update = self.updates.get((block, tensor))
+        return update.share if update else 0.0
 
 
 def parse_blocks(spec: Any, depth: int) -> tuple[int, ...]:
@@ -110,8 +123,9 @@ def _one(item: Any, depth: int, single: bool) -> range:
 
 def make(update: UpdateConfig, depth: int, arch: Architecture) -> Scheme:
     """The scheme that a recipe means for a model of this depth and architecture."""
-    parts = update.parts or [PartConfig(update.blocks, update.tensors, update.channels, update.biases, update.norms)]
-    shares: dict[tuple[int, str], float] = {}
+    names = [field.name for field in fields(PartConfig)]
+    parts = update.parts or [PartConfig(**{name: getattr(update, name) for name in names})]
+    method, updates = methods.get(update.method), dict[tuple[int, str], Update]()
     biases: set[tuple[int, str]] = set()
     norms: set[int] = set()
     for part in parts:
@@ -124,21 +138,21 @@ def make(update: UpdateConfig, depth: int, arch: Architecture) -> Scheme:
             )
         for block in parse_blocks(part.blocks, depth):
             for tensor in part.tensors:
-                shares[block, tensor] = part.channels if update.weights else 0.0
+                rank = update.rank if method.ranked else part.low_rank
+                updates[block, tensor] = Update(part.channels if update.weights else 0.0, rank)
                 biases.discard((block, tensor))
             biases |= {(block, tensor) for tensor in able if part.biases}
             norms |= {block} if part.norms else set()
     scheme = Scheme(
-        method=methods.get(update.method),
-        shares={
-            (b, t): shares[b, t]
-            for b, t in sorted(shares, key=lambda key: (key[0], list(arch.linears).index(key[1])))
-            if shares[b, t]
+        method=method,
+        updates={
+            key: updates[key]
+            for key in sorted(updates, key=lambda key: (key[0], list(arch.linears).index(key[1])))
+            if updates[key].share
         },
         biases=frozenset(biases),
         norms=frozenset(norms),
         choose=update.choose,
-        rank=update.rank,
         alpha=update.alpha,
         cycle_blocks=update.cycle_blocks,
         cycle_steps=update.cycle_steps,
@@ -165,8 +179,8 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, torch.nn.Paramet
         for tensor, linear in stack.arch.linears.items():
             path = linear.path
             module: Any = block.get_submodule(path)
-            if share := scheme.share(number, tensor):
-                module = scheme.method.build(module, scheme, share, seed, f"layers.{number}.{path}")
+            if update := scheme.updates.get((number, tensor)):
+                module = scheme.method.build(module, scheme, update, seed, f"layers.{number}.{path}")
                 block.set_submodule(path, module)
             if (number, tensor) in scheme.biases:
                 start = torch.zeros(module.out_features) if module.bias is None else module.bias.detach().float()
@@ -175,7 +189,7 @@ def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, torch.nn.Paramet
             for part in stack.arch.norms:
                 norm: Any = block.get_submodule(part.path)
                 norm.weight = torch.nn.Parameter(norm.weight.detach().float().clone())
-    if scheme.shares:
+    if scheme.updates:
         scheme.method.inject(stack, scheme, seed)
     return {name: p for name, p in stack.model.named_parameters() if p.requires_grad}
 
@@ -190,7 +204,7 @@ def updated(stack: Stack, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
         for tensor, linear in stack.arch.linears.items():
             name = f"layers.{number}.{linear.path}"
             module: Any = block.get_submodule(linear.path)
-            if scheme.share(number, tensor):
+            if (number, tensor) in scheme.updates:
                 weight = module.dense_weight() if hasattr(module, "dense_weight") else module.weight.detach()
                 yield f"{name}.weight", weight
             if (number, tensor) in scheme.biases:
@@ -217,7 +231,7 @@ def restricted(scheme: Scheme, blocks: tuple[int, ...]) -> Scheme:
     """The scheme of these blocks alone."""
     return replace(
         scheme,
-        shares={key: share for key, share in scheme.shares.items() if key[0] in blocks},
+        updates={key: update for key, update in scheme.updates.items() if key[0] in blocks},
         biases=frozenset(key for key in scheme.biases if key[0] in blocks),
         norms=scheme.norms & set(blocks),
         cycle_blocks=0,

@@ -1,14 +1,17 @@
-"""`sparse`: the chosen tensors themselves, whole or some of their input channels, in float32.
+"""`sparse`: of each chosen tensor all input channels, some of them, or a low-rank update beside it.
 
-Channels that are not trained stay as they were stored.
+Channels are trained in float32; those that are not trained stay as they were stored. A low-rank update is
+y = x Wᵀ + b + (x Aᵀ) Bᵀ with W packed and A fixed: the r input directions in which the gradient is largest, found once
+before training. Only B is trained, so only x Aᵀ, r numbers a token, is kept for the backward pass.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from edgeft.methods.base import Method, channel_count, weight_of
+from edgeft.methods.base import MIB, Method, Traits, Update, channel_count, weight_of
 
 if TYPE_CHECKING:
     import torch
@@ -16,39 +19,62 @@ if TYPE_CHECKING:
     from edgeft.engine.stack import Stack
     from edgeft.methods.scheme import Scheme
 
+OVERSAMPLED = 2  # random directions of the gradient's sketch, as a multiple of the rank
+
 
 class Sparse(Method):
     name = "sparse"
-    about = "the chosen tensors themselves"
+    about = "the chosen tensors themselves, or low-rank updates of them"
     partial = True
-    replaces_base = True
-    dense = True
+    traits = Traits(replaces_base=True, dense=True)
+    low_rank_traits = Traits(code_bytes=1 * MIB, frugal=True, float32_inputs=True)
+
+    def traits_of(self, update: Update) -> Traits:
+        return self.low_rank_traits if update.rank else self.traits
 
     def validate(self, scheme: Scheme) -> None:
         """Biases and norms alone are enough."""
 
-    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> torch.nn.Module:
+    def trained_sizes(self, update: Update, rows: int, cols: int) -> list[int]:
+        return [update.rank * rows] if update.rank else super().trained_sizes(update, rows, cols)
+
+    def update_flops(self, update: Update, rows: int, cols: int) -> float:
+        """x Aᵀ and the gradient of B; B A is added to the weight, not to each token."""
+        return 2.0 * update.rank * (rows + cols) if update.rank else super().update_flops(update, rows, cols)
+
+    def kept_width(self, update: Update, cols: int) -> int:
+        return update.rank or super().kept_width(update, cols)
+
+    def build(self, module: Any, scheme: Scheme, update: Update, seed: int, name: str) -> torch.nn.Module:
         import torch
 
         from edgeft.methods.layer import TrainedLinear
 
-        if share >= 1:
+        if update.rank:
+            layer: Any = TrainedLinear(self, module)
+            layer.base, layer.scale = module, 1.0
+            layer.register_buffer("down", _random_directions(update.rank, layer.in_features, seed, name))  # A (r, I)
+            layer.up = torch.nn.Parameter(torch.zeros(layer.out_features, update.rank))  # B (O, r)
+            return layer  # type: ignore[no-any-return]
+        if update.share >= 1:
             linear = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
             linear.weight = torch.nn.Parameter(weight_of(module))
             linear.bias = module.bias
             return linear
-        columns = _first_channels(module, channel_count(share, module.in_features), scheme.choose)
+        columns = _first_channels(module, channel_count(update.share, module.in_features), scheme.choose)
         layer = TrainedLinear(self, module)
         layer.base = module
         layer.register_buffer("columns", columns)  # (C,) ascending
         layer.part = torch.nn.Parameter(weight_of(module)[:, columns])  # (O, C)
-        return layer
+        return layer  # type: ignore[no-any-return]
 
     def dense_weight(self, layer: Any) -> torch.Tensor:
+        if hasattr(layer, "up"):
+            return weight_of(layer.base).addmm_(layer.up.detach(), layer.down)
         return weight_of(layer.base).index_copy_(1, layer.columns, layer.part.detach())
 
     def choose_channels(self, stack: Stack, scheme: Scheme, backward: Callable[[], None]) -> bool:
-        """Those with the largest gradients; only before anything is trained."""
+        """Those with the largest gradients, or the directions in which they are; only before anything is trained."""
         import torch
 
         from edgeft.methods.layer import trained_linears
@@ -56,16 +82,53 @@ class Sparse(Method):
         layers: list[Any] = list(trained_linears(stack).values())
         if scheme.choose != "gradient" or not layers:
             return False
-        for layer in layers:
-            layer.observe()
+        observers = [_Sketch(layer) if hasattr(layer, "up") else _Squares(layer) for layer in layers]
+        for layer, observer in zip(layers, observers, strict=True):
+            layer.observer = observer.add
         backward()
         with torch.no_grad():
-            for layer in layers:
-                columns = largest(layer.gradient_sizes, len(layer.columns))
-                layer.columns.copy_(columns)
-                layer.part.copy_(weight_of(layer.base)[:, columns])
-                layer.gradient_sizes = None
+            for layer, observer in zip(layers, observers, strict=True):
+                layer.observer = None
+                observer.choose()
         return True
+
+
+class _Squares:
+    """Squares of the weight gradient, summed by input channel."""
+
+    def __init__(self, layer: Any) -> None:
+        import torch
+
+        self.layer, self.total = layer, torch.zeros(layer.in_features)
+
+    def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
+        self.total += (dy.T @ x).square_().sum(0)
+
+    def choose(self) -> None:
+        columns = largest(self.total, len(self.layer.columns))
+        self.layer.columns.copy_(columns)
+        self.layer.part.copy_(weight_of(self.layer.base)[:, columns])
+
+
+class _Sketch:
+    """The weight gradient G = dyᵀ x (O, I) seen through random outputs, Ωᵀ G (k, I): its rows span nearly the same
+    input directions as G's largest singular vectors, and G itself never exists."""
+
+    def __init__(self, layer: Any) -> None:
+        import torch
+
+        self.layer, count = layer, OVERSAMPLED * len(layer.down)
+        draw = torch.Generator().manual_seed(layer.out_features)
+        self.omega = torch.randn(layer.out_features, count, generator=draw)  # (O, k)
+        self.total = torch.zeros(count, layer.in_features)
+
+    def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
+        self.total += (dy @ self.omega).T @ x
+
+    def choose(self) -> None:
+        import torch
+
+        self.layer.down.copy_(torch.linalg.svd(self.total, full_matrices=False).Vh[: len(self.layer.down)])
 
 
 def largest(sizes: torch.Tensor, count: int) -> torch.Tensor:
@@ -78,6 +141,14 @@ def _first_channels(base: Any, count: int, choose: str) -> torch.Tensor:
     import torch
 
     return largest(weight_of(base).square_().sum(0), count) if choose == "weight" else torch.arange(count)
+
+
+def _random_directions(rank: int, inputs: int, seed: int, name: str) -> torch.Tensor:
+    """(r, I), each of length 1: until gradients are known, or where nothing is chosen by them."""
+    import torch
+
+    draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return torch.nn.functional.normalize(torch.randn(rank, inputs, generator=draw))
 
 
 SPARSE = Sparse()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgeft.methods.base import MIB, Method, weight_of
+from edgeft.methods.base import MIB, Method, Traits, Update, weight_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,30 +22,28 @@ class TinyTL(Method):
     name = "tinytl"
     about = "lite residual branches beside them"
     ranked = True
-    code_bytes = 1 * MIB
-    frugal = True
-    float32_inputs = True
+    traits = Traits(code_bytes=1 * MIB, frugal=True, selective=True, float32_inputs=True)
 
-    def trained_sizes(self, scheme: Scheme, share: float, rows: int, cols: int) -> list[int]:
-        return [scheme.rank * rows]  # B alone
+    def trained_sizes(self, update: Update, rows: int, cols: int) -> list[int]:
+        return [update.rank * rows]  # B alone
 
-    def update_flops(self, scheme: Scheme, share: float, rows: int, cols: int) -> float:
-        return scheme.rank * (6.0 * rows + 4.0 * cols)  # A has no gradient
+    def update_flops(self, update: Update, rows: int, cols: int) -> float:
+        return update.rank * (6.0 * rows + 4.0 * cols)  # A has no gradient
 
-    def kept_width(self, scheme: Scheme, share: float, cols: int) -> int:
-        return scheme.rank
+    def kept_width(self, update: Update, cols: int) -> int:
+        return update.rank
 
-    def build(self, module: Any, scheme: Scheme, share: float, seed: int, name: str) -> torch.nn.Module:
+    def build(self, module: Any, scheme: Scheme, update: Update, seed: int, name: str) -> torch.nn.Module:
         import torch
 
         from edgeft.methods.layer import TrainedLinear
 
         layer: Any = TrainedLinear(self, module)
-        layer.base, layer.scale = module, scheme.alpha / scheme.rank
+        layer.base, layer.scale = module, scheme.alpha / update.rank
         random = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        signs = random.integers(0, 2, (scheme.rank, layer.in_features), dtype=np.int8)
+        signs = random.integers(0, 2, (update.rank, layer.in_features), dtype=np.int8)
         layer.down = torch.from_numpy(signs).float().mul_(2).sub_(1).mul_(layer.in_features**-0.5)  # A (r, I)
-        layer.up = torch.nn.Parameter(torch.zeros(layer.out_features, scheme.rank))  # B (O, r)
+        layer.up = torch.nn.Parameter(torch.zeros(layer.out_features, update.rank))  # B (O, r)
         return layer  # type: ignore[no-any-return]
 
     def dense_weight(self, layer: Any) -> torch.Tensor:

@@ -61,8 +61,9 @@ class TopPass:
     """One pass over the blocks from the cut on."""
 
     def __init__(self, shape: Shape, scheme: Scheme, half: bool, threads: int, recompute: bool) -> None:
-        self.shape, self.scheme, self.half, self.threads, self.recompute = shape, scheme, half, threads, recompute
-        self.frugal = not recompute and scheme.frugal
+        self.shape, self.scheme, self.half, self.threads = shape, scheme, half, threads
+        mode = scheme.recompute(recompute)
+        self.frugal, self.recompute = mode == "selective", mode == "full"
         self.pool = SimulatedPool()
         self.value_bytes = 2 if half else 4  # bytes of a GEMM's input or output value
 
@@ -128,12 +129,13 @@ class TopPass:
     def saved_inputs(self, block: int, tensors: Sequence[str], full: Buffer, rows: int, width: int) -> list[Buffer]:
         """What is saved of these layers' input: all of it, or only the channels that each weight gradient reads."""
         scheme, method = self.scheme, self.scheme.method
-        shares = [share for tensor in tensors if (share := scheme.share(block, tensor))]
-        widths = [method.kept_width(scheme, share, width) for share in shares]
+        updates = [update for tensor in tensors if (update := scheme.updates.get((block, tensor)))]
+        widths = [method.kept_width(update, width) for update in updates]
         if sum(widths) >= width:
             return [full]
-        value_bytes = 4 if method.float32_inputs else self.value_bytes
-        return [self.pool.take(padded(rows) if self.half else rows, value_bytes * kept) for kept in widths]
+        value_bytes = [4 if method.traits_of(update).float32_inputs else self.value_bytes for update in updates]
+        count = padded(rows) if self.half else rows
+        return [self.pool.take(count, each * kept) for each, kept in zip(value_bytes, widths, strict=True)]
 
     def forward(
         self, block: int, stream: Stream, rows: int, outputs: int, keep_input: bool = False
@@ -169,7 +171,8 @@ class TopPass:
         rows, outputs = saved.rows, saved.outputs
         dy = self.bf16_copy(outputs, shape.width)
         dact = self.ffn_buffer(outputs)
-        reads_act = scheme.share(block, "down") and not scheme.method.frugal
+        down = scheme.updates.get((block, "down"))
+        reads_act = down is not None and not scheme.method.traits_of(down).frugal
         pool.free(dact, self.ffn_buffer(outputs) if reads_act else None)
         dx = self.product(outputs, shape.width)
         pool.free(self.bf16_copy(outputs, shape.width))  # up's part is computed before it is added

@@ -53,8 +53,8 @@ def step_flops(shape: Shape, scheme: Scheme, sizes: Pass, back: bool = True) -> 
     for number in scheme.blocks:
         for name, out_features, in_features in shape.linears():
             rows = outputs if number == shape.depth - 1 and name not in ("k", "v") else tokens
-            if share := scheme.share(number, name):
-                updated += scheme.method.update_flops(scheme, share, out_features, in_features) * rows
+            if update := scheme.updates.get((number, name)):
+                updated += scheme.method.update_flops(update, out_features, in_features) * rows
     return forward + above + updated + (1 + ATTENTION_BACK) * attention + 2 * head
 
 
@@ -96,6 +96,11 @@ class Schedule:
         return self.train.bias_lr or self.peak
 
     @property
+    def low_rank_peak(self) -> float:
+        """Of low-rank updates: their factor A has unit rows at any width."""
+        return self.train.low_rank_lr or self.peak
+
+    @property
     def per_epoch(self) -> int:
         return -(-self.rows // self.train.batch_rows)
 
@@ -114,6 +119,9 @@ class Schedule:
 
     def bias_lr(self, step: int) -> float:
         return self.bias_peak * self._share(step)
+
+    def low_rank_lr(self, step: int) -> float:
+        return self.low_rank_peak * self._share(step)
 
     def _share(self, step: int) -> float:
         """Factor of the peak: linear warm-up, then cosine decay to final_lr."""

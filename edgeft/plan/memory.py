@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from edgeft import methods
 from edgeft.config import TENSORS, Recipe
 from edgeft.engine.limits import HEAD_ROWS, LOGITS_BYTES
+from edgeft.methods.base import Update
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import limits
 from edgeft.plan.buffers import TopPass
@@ -116,12 +117,13 @@ def _libraries(spec: RunSpec, sizes: PassSizes | None = None) -> int:
 
 
 def _size_bytes(scheme: Scheme) -> int:
-    if not scheme.shares:
+    if not scheme.updates:
         return SIZE_BYTES
-    shares = {(tensor, share) for (_, tensor), share in scheme.shares.items()}
+    code = max(scheme.method.traits_of(update).code_bytes for update in scheme.updates.values())
+    shares = {(tensor, update.share) for (_, tensor), update in scheme.updates.items()}
     further = len(shares) - len({tensor for tensor, _ in shares})
     partial = CHANNELS_BYTES + int(SHARE_BYTES * further) if any(share < 1 for _, share in shares) else 0
-    return SIZE_BYTES + scheme.method.code_bytes + partial
+    return SIZE_BYTES + code + partial
 
 
 def _data(load: Workload, texts: bool) -> int:
@@ -134,15 +136,14 @@ def _weights(spec: RunSpec, running: range, release: bool) -> int:
     shape, scheme = spec.shape, spec.scheme
     if not shape.mapped:
         return shape.file_bytes
-    tables, full = _tables(spec, release), {(b, t) for (b, t), share in scheme.shares.items() if share >= 1}
+    tables = _tables(spec, release)
     if shape.dense:
-        replaced = [shape.linear(tensor) for _, tensor in full if scheme.method.dense]  # by trained weights
+        replaced = [shape.linear(tensor) for _, tensor in scheme.replaced]  # by trained weights
         return 4 * (shape.depth * shape.block_parameters - sum(rows * cols for rows, cols in replaced)) + tables
     if release:
         return max((size for block in shape.blocks for size in block), default=0) + tables
-    touched = {(block, tensor) for block in running for tensor in TENSORS}
-    if scheme.method.replaces_base:  # fully trained weights were read once, and their pages released
-        touched -= full
+    # fully trained weights were read once, and their pages released
+    touched = {(block, tensor) for block in running for tensor in TENSORS} - scheme.replaced
     return sum(shape.packed_bytes(b, t) for b, t in touched) + tables
 
 
@@ -156,14 +157,14 @@ def _tables(spec: RunSpec, release: bool) -> int:
     return shape.head_bytes + min(shape.embedding_bytes, spec.load.unique_tokens * FAULT_BYTES)
 
 
-def _scratch(shape: Shape, engine: EngineSpec, trunk: bool) -> int:
+def _scratch(shape: Shape, engine: EngineSpec, fp32: bool = False) -> int:
     """Buffers for one unpacked weight; they grow to the largest request, and are not freed."""
     head, largest = 4 * min(HEAD_ROWS, shape.vocabulary) * shape.width, max(r * c for _, r, c in shape.linears())
     if shape.dense:
         return head
-    float32 = trunk or not engine.half or not shape.kernel_types  # float32
-    size = max(head, (4 if float32 else 2) * largest)
-    if engine.half and not shape.kernel_types:  # then cast to bf16
+    bf16 = engine.half and not fp32
+    size = max(head, (2 if bf16 and shape.mapped else 4) * largest)
+    if bf16 and not shape.mapped:  # then cast to bf16
         size += 2 * largest
     if shape.mapped:  # packed rows, reordered
         size += max((shape.packed_bytes(0, tensor) for tensor in shape.arch.interleaved), default=0)
@@ -185,7 +186,7 @@ def _trunk(spec: RunSpec) -> dict[str, float]:
         "trained weights": spec.weight_bytes,
         "saved activations": _forward(shape, tokens),
         "boundary states": tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
-        "unpack scratch": _scratch(shape, spec.engine, trunk=True),
+        "unpack scratch": _scratch(shape, spec.engine),
         "data": _data(spec.load, texts=False),
     }
 
@@ -199,7 +200,7 @@ def _train(spec: RunSpec) -> dict[str, float]:
     rows = LOGITS_BYTES // (4 * shape.vocabulary) or 1
     # a step in place holds one gradient at a time, unless gradients accumulate over micro-batches
     alone = how.step_in_place and all(len(step) <= 1 for step in load.passes(how.micro_batch_tokens))
-    scratch = _scratch(shape, spec.engine, trunk=scheme.cut > 0)
+    scratch = _scratch(shape, spec.engine)
     if spec.engine.half:  # bf16 copies of a trained weight and of a gradient
         scratch += 2 * 2 * max(tensors)
     return {
@@ -225,7 +226,8 @@ def _activations(spec: RunSpec, tokens: int, outputs: int) -> int:
     # and the input of down
     kept = 4 * shape.width + 3 * shape.query + 2 * shape.key + 4 * shape.ffn
     layers = max(sum(scheme.share(block, name) > 0 for name in TENSORS) for block in scheme.blocks)
-    kept += layers * scheme.method.kept_by_torch(scheme, shape.width)
+    update = next(iter(scheme.updates.values()), Update())
+    kept += layers * scheme.method.kept_by_torch(update, shape.width)
     blocks = shape.depth - scheme.cut
     return tokens * 4 * (blocks * shape.width + 2 * kept if recompute else (blocks + 1) * kept)
 
@@ -241,7 +243,7 @@ def _export(spec: RunSpec, budget_bytes: int) -> dict[str, float]:
         "trained weights": spec.weight_bytes,
         "saved activations": max(_forward(shape, tokens), _llama(shape, load.longest + 1, 0, budget_bytes)),
         "logits chunk": 2 * 4 * rows * shape.vocabulary + 3 * 8 * 4 * shape.vocabulary,
-        "unpack scratch": _scratch(shape, spec.engine, trunk=True),
+        "unpack scratch": _scratch(shape, spec.engine, fp32=True),
         "data": _data(load, texts=True) + min(limits.SPOOL_BYTES, spec.exported_bytes),
         EVICTABLE: spec.exported_bytes,
     }

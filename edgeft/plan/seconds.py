@@ -116,26 +116,28 @@ class Clock:
     def _frozen(self) -> int:
         """Packed values above the cut; a weight with all channels trained is not packed."""
         values, scheme = (self.shape.depth - self.scheme.cut) * self.shape.block_parameters, self.scheme
-        if scheme.method.dense:
-            trained = [self.shape.linear(tensor) for (_, tensor), share in scheme.shares.items() if share >= 1]
-            values -= sum(rows * cols for rows, cols in trained)
-        return values
+        whole = [key for key in scheme.replaced if scheme.method.traits_of(scheme.updates[key]).dense]
+        trained = [self.shape.linear(tensor) for _, tensor in whole]
+        return values - sum(rows * cols for rows, cols in trained)
 
     def trunk(self, passes: Sequence[Pass]) -> float:
         """Of these passes, below the cut."""
         summed, count = total(passes), len(passes)
         shape, cut = self.shape, self.scheme.cut
         flops = 2.0 * shape.block_parameters * summed.tokens * cut
-        seconds = self._add("matrix products", self._products(flops, False))
+        half = self.spec.engine.half
+        seconds = self._add("matrix products", self._products(flops, half))
         seconds += self._add("attention", 4.0 * shape.query * summed.pairs * cut / (ATTENTION * self.rates.fp32))
         seconds += self._add("norms and gates", self._elementwise(summed.tokens, cut, 1))
-        return seconds + self._add("unpacking weights", self._unpack(cut * shape.block_parameters, count, False))
+        return seconds + self._add("unpacking weights", self._unpack(cut * shape.block_parameters, count, half))
 
     def top(self, passes: Sequence[Pass], back: bool) -> float:
         """Of these passes, from the cut on."""
         summed, count = total(passes), len(passes)
-        shape, half, recompute = self.shape, self.spec.engine.half, self.recipe.how.recompute and back
-        frugal = back and self.spec.engine.kernels and self.scheme.frugal
+        shape, half = self.shape, self.spec.engine.half
+        mode = self.scheme.recompute(self.recipe.how.recompute) if back else "none"
+        frugal = mode == "selective" and self.spec.engine.kernels  # plain torch has no such mode
+        recompute = mode == "full" or frugal
         blocks = shape.depth - self.scheme.cut
         head = 2.0 * shape.vocabulary * shape.width * summed.targets * (2 if back else 1)
         pairs = summed.pairs * (blocks - 1) + summed.output_pairs
@@ -143,12 +145,12 @@ class Clock:
         flops = step_flops(shape, self.scheme, summed, back=back)
         flops -= head + attention * (1 + ATTENTION_BACK if back else 1)
         kept = 0  # weights of a block that need no recomputation
-        if frugal and not recompute:
+        if frugal:
             kept = sum(rows * cols for name, rows, cols in shape.linears() if name == "down")
-        if recompute or frugal:
+        if recompute:
             flops += 2.0 * (shape.block_parameters - kept) * summed.tokens * (blocks - 1)
         seconds = self._add("matrix products", self._products(flops, half) + self._products(head, False))
-        recomputed = 1.0 if recompute or frugal else 0.0
+        recomputed = 1.0 if recompute else 0.0
         attention *= 1 + recomputed + (ATTENTION_BACK if back else 0)
         seconds += self._add("attention", attention / (ATTENTION * self.rates.fp32))
         sweeps = int(1 + recomputed + (2 if back else 0))
@@ -157,7 +159,7 @@ class Clock:
         chunks = sum(-(-p.targets * 4 * shape.vocabulary // LOGITS_BYTES) for p in passes)
         rows = shape.vocabulary * shape.width * chunks * (1 + back)  # the head is unpacked for every chunk of logits
         seconds += self._add("unpacking weights", rows * WEIGHT_BYTES / self.rates.copy)
-        if half and back and self.scheme.method.casts:
+        if half and back and any(self.scheme.method.traits_of(u).casts for u in self.scheme.updates.values()):
             seconds += self._add("optimiser", count * self.trained * CAST_BYTES / self.rates.copy)
         return seconds
 

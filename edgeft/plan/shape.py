@@ -39,7 +39,6 @@ class Shape(Sizes):
     blocks: tuple[tuple[int, ...], ...] = ()  # packed bytes by block and linear, in the order of `arch.linears`
     embedding_bytes: int = 0
     head_bytes: int = 0  # 0: the head is the embedding
-    kernel_types: bool = True  # the kernels can unpack every linear
     unpack_flops: float = 0.0  # per value unpacked by ggml, on average
     slow_types: bool = False  # some types are slow in llama.cpp, see llamacpp.with_fast_types
     mapped: bool = False  # weights are in a mapped GGUF file
@@ -92,7 +91,6 @@ def _of_gguf(source: str, frozen: str) -> Shape:
         ),
         embedding_bytes=gguf.tensors["token_embd.weight"].nbytes,
         head_bytes=head.nbytes if head else 0,
-        kernel_types=all(info.type in KERNEL_TYPES for block in linears for info in block),
         unpack_flops=_unpack_flops([info for block in linears for info in block]),
         slow_types=any(ggml.type_name(info.type) in SLOW for block in linears for info in block),
         mapped=True,
@@ -134,9 +132,8 @@ def trained_tensors(shape: Shape, scheme: Scheme) -> list[int]:
     sizes = [norm.size(shape) for block in scheme.blocks if block in scheme.norms for norm in shape.arch.norms]
     for block in scheme.blocks:
         for tensor, rows, cols in shape.linears():
-            share = scheme.share(block, tensor)
-            if share:
-                sizes += scheme.method.trained_sizes(scheme, share, rows, cols)
+            if update := scheme.updates.get((block, tensor)):
+                sizes += scheme.method.trained_sizes(update, rows, cols)
             if (block, tensor) in scheme.biases:
                 sizes.append(rows)
     return sizes
@@ -152,7 +149,7 @@ def exported_bytes(shape: Shape, scheme: Scheme, type_name: str) -> int:
     if not shape.mapped:  # 16 bits, plus the converted base
         return 2 * 2 * (shape.depth * shape.block_parameters + 2 * shape.vocabulary * shape.width)
     total = shape.header_bytes + shape.file_bytes
-    for block, tensor in scheme.shares:
+    for block, tensor in scheme.updates:
         rows, cols = shape.linear(tensor)
         packed = shape.packed_bytes(block, tensor)
         if type_name == "keep" or (type_name == "auto" and packed >= 2 * rows * cols):

@@ -182,7 +182,7 @@ def tensor_map(run: Run, origin: Path | None, scheme: dict[str, Any]) -> TensorM
             tuned = GGUF.open(run.model)
             depth = int(tuned.need("block_count"))
             made = schemes.make(run.effective.update, depth, of_gguf(tuned))
-            keys = [*made.shares, *((b, "norms") for b in made.norms), *((b, "biases") for b, _ in made.biases)]
+            keys = [*made.updates, *((b, "norms") for b in made.norms), *((b, "biases") for b, _ in made.biases)]
             return TensorMap(depth, dict.fromkeys(keys))
     except (EdgeftError, KeyError, OSError):
         pass  # the report does without its map

@@ -34,7 +34,7 @@ from edgeft.errors import DataError
 from edgeft.host.files import open_handle
 from edgeft.methods import SPARSE
 from edgeft.methods import scheme as schemes
-from edgeft.methods.base import channel_count
+from edgeft.methods.base import Update, channel_count
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import Shape
 from edgeft.plan.flops import (
@@ -257,7 +257,7 @@ def first_order(stack: Stack, sample: Sample, inputs: Inputs, optimizer: str, ti
 
 def _whole_block(block: int, arch: Architecture) -> Scheme:
     biases = frozenset((block, tensor) for tensor in arch.biases)
-    return Scheme(SPARSE, {(block, tensor): 1.0 for tensor in arch.linears}, biases, frozenset([block]))
+    return Scheme(SPARSE, {(block, tensor): Update() for tensor in arch.linears}, biases, frozenset([block]))
 
 
 def _linear_index(name: str, arch: Architecture) -> int | None:
@@ -309,7 +309,7 @@ class Trials:
         """Decrease of the held-out loss."""
         with temporarily_trainable(self.stack, scheme) as parameters:
             optimizer = optimizers.make(parameters, self.rates.train, self.how, self.stack.options.backend)
-            optimizer.set_rate(self.rates.peak, self.rates.bias_peak)
+            optimizer.set_rate(self.rates.peak, self.rates.bias_peak, self.rates.low_rank_peak)
             _tune(self.sample, optimizer, STEPS, lambda part: self._loss(scheme.cut, part), lambda: None)
             return base_loss - self.heldout_loss(scheme.cut)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from edgeft.config import TENSORS, ExecutionConfig
 from edgeft.methods import SPARSE
+from edgeft.methods.base import Update
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import fit, memory
 from edgeft.plan.shape import exported_bytes
@@ -111,4 +112,4 @@ def _seconds(job: fit.Job) -> float:
 def _scheme(
     shares: dict[tuple[int, str], float], biases: Sequence[tuple[int, str]] = (), norms: Sequence[int] = ()
 ) -> Scheme:
-    return Scheme(SPARSE, shares, frozenset(biases), frozenset(norms))
+    return Scheme(SPARSE, {key: Update(share) for key, share in shares.items()}, frozenset(biases), frozenset(norms))

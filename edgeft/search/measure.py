@@ -22,6 +22,7 @@ from edgeft.formats import source as models
 from edgeft.host import cache
 from edgeft.host.files import write_json
 from edgeft.methods import SPARSE
+from edgeft.methods.base import Update
 from edgeft.methods.scheme import Scheme
 from edgeft.plan.fit import Job, Machine
 from edgeft.plan.flops import WARM_STEPS, Schedule
@@ -179,7 +180,7 @@ class Candidate:
 
     def scheme(self, arch: Architecture, depth: int) -> Scheme:
         if self.tensor is not None and self.block is not None:
-            return Scheme(SPARSE, {(self.block, self.tensor): 1.0})
+            return Scheme(SPARSE, {(self.block, self.tensor): Update()})
         blocks = range(depth - self.biased_blocks, depth)
         return Scheme(SPARSE, {}, frozenset((b, t) for b in blocks for t in arch.biases), frozenset(blocks))
 

@@ -22,6 +22,7 @@ from edgeft.data.tokens import Encoded
 from edgeft.errors import ConfigError, DoesNotFitError
 from edgeft.formats.source import model_source
 from edgeft.methods import scheme as schemes
+from edgeft.methods.base import Update
 from edgeft.methods.scheme import Scheme
 from edgeft.plan.flops import Schedule, search_pays
 from edgeft.run.folder import Run
@@ -145,7 +146,7 @@ def solve(search: SearchProblem, compare: bool = True) -> dict[str, Any]:
 
 def _smallest_scheme(costs: Costs) -> Scheme:
     """A few channels of the smallest tensor of the last block."""
-    return Scheme(methods.SPARSE, {(costs.shape.depth - 1, "k"): SHARES[1]})
+    return Scheme(methods.SPARSE, {(costs.shape.depth - 1, "k"): Update(SHARES[1])})
 
 
 def _check_budget(costs: Costs, budget: Budget) -> None:

@@ -61,7 +61,7 @@ class Trainer:
         self.progress = progress
         how = self.recipe.how
         self.backend, self.memory = stack.options.backend, stack.options.backend.memory
-        stack.configure(recompute="full" if how.recompute else "selective" if scheme.frugal else "none")
+        stack.configure(recompute=scheme.recompute(how.recompute))
         if scheme.frugal and self.backend.runs_blocks:
             self.memory.map_large_buffers()  # autograd's own sums, outside the pool, left 100 to 200 MiB of holes
         self.forest = Forest(train + heldout, share=how.tree)
@@ -169,7 +169,8 @@ class Trainer:
         return total / self.forest.trained(self.heldout)
 
     def trunk_job(self, model_id: str) -> trunk.Job:
-        return trunk.Job(self.stack, self.forest, self.scheme.cut, self.recipe, model_id, self.backend.name)
+        computed_by = self.backend.name + (" bf16" if self.stack.options.bf16 else "")
+        return trunk.Job(self.stack, self.forest, self.scheme.cut, self.recipe, model_id, computed_by)
 
     def fit(self, job: trunk.Job) -> None:
         self.began = time.monotonic()
@@ -224,7 +225,8 @@ class Trainer:
         """One optimiser step; False: it was skipped, or is repeated in smaller micro-batches."""
         begin = self.governor.worked_s()
         lr = self.schedule.lr(self.step) * self.guard.rate
-        self.optimizer.set_rate(lr, self.schedule.bias_lr(self.step) * self.guard.rate)
+        others = self.schedule.bias_lr(self.step), self.schedule.low_rank_lr(self.step)
+        self.optimizer.set_rate(lr, *(rate * self.guard.rate for rate in others))
         self.rotation.advance(self.step, self.parameters, self.optimizer)
         try:
             totals = self.backward(self.step_rows(self.step), stopping)

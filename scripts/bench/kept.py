@@ -30,7 +30,7 @@ def kept(recipe: config.Recipe, blocks: int, forest: Forest, rows: list[int]) ->
     stack.configure(backend=kernels.load())
     scheme = schemes.make(replace(recipe.update, blocks=blocks), stack.depth, stack.arch)
     schemes.apply(stack, scheme, 0)
-    stack.configure(recompute="selective" if scheme.frugal else "none")
+    stack.configure(recompute=scheme.recompute(False))
     _, batch = batch_of(forest, rows)
     hidden = stack.trunk(batch, scheme.cut)
     pool = stack.options.backend.memory.pool
