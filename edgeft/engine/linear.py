@@ -5,7 +5,7 @@ Gradients of weights are added to `.grad` here; those of biases and adapters go 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,9 +71,13 @@ class LinearSpec:
     scale: float = 0.0
     part: nn.Parameter | None = None  # (O, C)
     columns: Tensor | None = None  # (C,) their indices
+    # while set, backward passes give it (dy (T, O), x (T, I)), operands, and no gradient of the weight is computed
+    observer: Callable[[Tensor, Tensor], None] | None = None
 
     def trained(self) -> list[Tensor | None]:
         """(weight, bias, A, B, part) for autograd; None for what is frozen or absent."""
+        if self.observer is not None:  # what would be trained stands for the whole weight
+            return [self.up if self.part is None else self.part, *[None] * (SLOTS - 1)]
         weight = None if isinstance(self.base, PackedLinear) else self.base.weight
         return [
             None if t is None or not t.requires_grad else t for t in (weight, self.bias, self.down, self.up, self.part)
@@ -225,7 +229,10 @@ def backward(
         dx.add(dy, _weight(layer, compute))
     if flags.weight:
         assert x is not None
-        _add_gradient(layer.base.weight, dy, x, backend)
+        if layer.observer is None:
+            _add_gradient(layer.base.weight, dy, x, backend)
+        else:
+            layer.observer(dy, x)
     if flags.bias:
         grads[1] = backend.sum_rows(dy)
     if part is None and x is not None and flags.reads_part:

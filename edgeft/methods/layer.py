@@ -32,13 +32,12 @@ class TrainedLinear(nn.Module):
         self.in_features, self.out_features = int(base.in_features), int(base.out_features)
         self.bias: nn.Parameter | None = base.bias
         base.bias = None
-        # while set, backward passes give it (dy (T, O), x (T, I)), and no gradient of a parameter is computed
-        self.observer: Callable[[Tensor, Tensor], None] | None = None
+        self.observer: Callable[[Tensor, Tensor], None] | None = None  # see LinearSpec
 
-    def as_layer(self) -> LinearSpec | None:
-        """Of what the method set, by the names of LinearSpec; None while observed: called as a module."""
+    def as_layer(self) -> LinearSpec:
+        """Of what the method set, by the names of LinearSpec."""
         parts = {field.name: getattr(self, field.name) for field in fields(LinearSpec) if hasattr(self, field.name)}
-        return LinearSpec(**{"base": self} | parts) if self.observer is None else None
+        return LinearSpec(**{"base": self} | parts)
 
     def operand(self, backend: Backend, bf16: bool) -> Tensor:
         return self.method.operand(self, backend, bf16)
@@ -48,29 +47,8 @@ class TrainedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """In plain torch."""
-        if self.observer is not None:
-            observed: Tensor = _Observed.apply(x, next(p for p in self.parameters() if p.requires_grad), self)
-            return observed
         (out,) = linears(x.reshape(-1, self.in_features), (self,), PLAIN)
         return out.view(*x.shape[:-1], self.out_features)
-
-
-class _Observed(torch.autograd.Function):
-    """The layer unchanged; `trained` only makes autograd call backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, trained: Tensor, layer: TrainedLinear) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.layer = layer
-        return nn.functional.linear(x, layer.dense_weight(), layer.bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (x,), layer = ctx.saved_tensors, ctx.layer
-        dy = grads[0].reshape(-1, layer.out_features)
-        layer.observer(dy, x.reshape(-1, layer.in_features))
-        dx = dy @ layer.dense_weight() if ctx.needs_input_grad[0] else None
-        return None if dx is None else dx.view(x.shape), None, None
 
 
 def trained_linears(stack: Stack) -> dict[str, TrainedLinear]:

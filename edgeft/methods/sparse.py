@@ -102,7 +102,7 @@ class _Squares:
         self.layer, self.total = layer, torch.zeros(layer.in_features)
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
-        self.total += (dy.T @ x).square_().sum(0)
+        self.total += (dy.T @ x).float().square_().sum(0)
 
     def choose(self) -> None:
         columns = largest(self.total, len(self.layer.columns))
@@ -123,7 +123,7 @@ class _Sketch:
         self.total = torch.zeros(count, layer.in_features)
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
-        self.total += (dy @ self.omega).T @ x
+        self.total += ((dy @ self.omega.to(dy.dtype)).T @ x).float()
 
     def choose(self) -> None:
         import torch

@@ -38,7 +38,7 @@ from edgeft.train.governor import Governor, stop_requests
 from edgeft.train.totals import Guard, Remaining, StepTotals
 from edgeft.train.watch import Watch, is_out_of_memory
 
-CHOOSING_ROWS = 8  # their gradients decide which channels are trained
+CHOOSING_ROWS = 16  # their gradients decide which channels are trained
 
 
 class Trainer:
@@ -103,7 +103,11 @@ class Trainer:
                 self.loss(nodes, batch).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.clear()
 
-        if not self.scheme.method.choose_channels(self.stack, self.scheme, backward):
+        before = self.stack.options.recompute
+        self.stack.configure(recompute="none")  # whole inputs are looked at, of one row at a time
+        chosen = self.scheme.method.choose_channels(self.stack, self.scheme, backward)
+        self.stack.configure(recompute=before)
+        if not chosen:
             return
         self.memory.pool.resize(self.memory.pool.rows)  # it used buffers of other widths than training does
         self.memory.trim(always=True)  # and most of it ran in plain torch, outside the pool
