@@ -24,12 +24,13 @@ from edgeft.errors import DamagedError, EdgeftError, RunError
 from edgeft.host.files import check_space, sweep
 from edgeft.methods import scheme as schemes
 from edgeft.pipeline import resolve, stages
-from edgeft.plan import fit, memory
+from edgeft.plan import disk, memory
 from edgeft.run.events import ResumeEvent
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.run.record import Allowance
 from edgeft.train import build, checkpoint, loop, trunk
+from edgeft.train.totals import Remaining
 from tests.conftest import Edgeft
 from tests.support.rows import random_row
 from tests.support.runs import THREE_BLOCKS, Lines, start
@@ -91,7 +92,7 @@ def test_the_one_before_a_damaged_checkpoint_is_used_and_told(tmp_path: Path) ->
     assert found[1]["step"] == 2
     assert [path for path, _ in told] == [newest]
     assert "damaged" in told[0][1]
-    checkpoint.rotate(tmp_path, 2, start=False)
+    checkpoint.make_room(tmp_path, tmp_path / "best.safetensors", 2)
     assert [path.name for path in checkpoint.all_of(tmp_path)] == [
         "step-00000001.safetensors",
         "step-00000002.safetensors",
@@ -103,7 +104,7 @@ def test_a_run_goes_on_from_damaged_files_to_the_same_weights(three_blocks: Path
     whole = start(tmp_path / "whole", three_blocks)
     stages.train(whole, Progress())
     steps = [path.name for path in checkpoint.all_of(whole.checkpoints)]
-    assert steps == ["step-00000007.safetensors", "step-00000008.safetensors"]  # one to fall back to
+    assert steps == ["step-00000006.safetensors", "step-00000008.safetensors"]  # one to fall back to
     best = checkpoint.read(whole.best)
     done = whole.read_json(whole.done)
     assert done is not None
@@ -117,12 +118,14 @@ def test_a_run_goes_on_from_damaged_files_to_the_same_weights(three_blocks: Path
     said = Lines()
     stages.train(again(whole), said)
     assert any("step-00000008.safetensors is damaged: its checksum is wrong" in line for line in said.lines)
-    assert any("resumed after step 7" in line for line in said.lines)
+    assert any("resumed after step 6" in line for line in said.lines)
     assert [e["file"] for e in whole.events() if e["event"] == "damaged"] == ["step-00000008.safetensors"]
     assert same(last(whole), wanted)
     assert same(checkpoint.read(whole.best)[0], best[0])
 
-    whole.best.write_bytes(whole.best.read_bytes()[:-1])  # the last checkpoint is of the same step
+    torn = whole.best.read_bytes()[:-1]
+    whole.best.unlink()  # in a copied folder it is a file of its own; the last checkpoint is of the same step
+    whole.best.write_bytes(torn)
     said = Lines()
     build.trained_stack(whole, said)
     assert "restored from the checkpoint of step 8" in said.lines[-1]
@@ -317,12 +320,17 @@ def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
 def test_checkpoints_take_a_small_share_of_the_time(three_blocks: Path, tmp_path: Path) -> None:
     run = start(tmp_path / "run", three_blocks)
     trainer: Any = loop.Trainer.__new__(loop.Trainer)
-    trainer.recipe, trainer.save_s = run.recipe, 6.0
+    trainer.recipe, trainer.save_s, trainer.save_bytes, trainer.disk_bytes = run.recipe, 6.0, 10, 10**6
+    trainer.remaining = Remaining({"stages": {"train": {"seconds": 3600.0}}}, 100)
     assert trainer._save_every() == 0
     trainer.recipe = config.apply_sets(run.recipe, ["how.checkpoint_s=120"])
     assert trainer._save_every() == 300
     trainer.save_s = random.uniform(0, 2.4)
     assert trainer._save_every() == 120
+    trainer.disk_bytes = 1000  # a hundred checkpoints fill it
+    assert trainer._save_every() == pytest.approx(360)
+    trainer.remaining.step(72.0)  # twice as long as planned
+    assert trainer._save_every() == pytest.approx(540)
 
 
 # ---------------------------------------------------------------- disks
@@ -375,13 +383,19 @@ def test_what_a_run_will_write(three_blocks: Path, tmp_path: Path) -> None:
     source = str(run.recipe.model.path)
     shape = plan.shape_of(source, "auto")
     scheme = schemes.make(run.recipe.update, shape.depth, arch.get("llama"))
-    foreseen = {what: size for _, what, size in fit.disk_needs(run, shape, scheme)}
+    foreseen = {what: size for _, what, size in disk.disk_needs(run, shape, scheme)}
     said = Lines()
     stages.train(run, said)
-    assert "checkpoints" not in {what for _, what, _ in fit.disk_needs(run, shape, scheme)}  # it is done
-    written = sum(path.stat().st_size for path in run.checkpoints.iterdir())
-    assert foreseen["checkpoints"] == pytest.approx(written * 4 / 3, rel=0.01)
-    assert foreseen["best weights"] == pytest.approx(2 * run.best.stat().st_size, rel=0.02)
+    assert "checkpoints" not in {what for _, what, _ in disk.disk_needs(run, shape, scheme)}  # it is done
+    assert [path.name for path in checkpoint.all_of(run.checkpoints)] == [
+        f"step-0000000{step}.safetensors" for step in (0, 3, 4, 5)
+    ]
+    assert run.best.samefile(checkpoint.name(run.checkpoints, 5))
+    assert foreseen["checkpoints"] == pytest.approx(4 * run.best.stat().st_size, rel=0.01)
+    run.done.unlink()
+    first = checkpoint.name(run.checkpoints, 0).stat().st_size  # without moments
+    left = {what: size for _, what, size in disk.disk_needs(run, shape, scheme)}["checkpoints"]
+    assert left == pytest.approx(run.best.stat().st_size - first, rel=0.03)  # a file with two names counts once
     made = stages.export(run, "gguf", "auto", run.model, said)
     assert foreseen["exported model"] == pytest.approx(made["bytes"], rel=0.001)
     with pytest.raises(RunError, match=r"will write 9313225.75 GiB below .* \(checkpoints 9313225.75 GiB\)"):

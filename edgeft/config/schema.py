@@ -202,10 +202,16 @@ class ExecutionConfig:
         "previous step; the update stays if a later gradient of the same step is NaN or infinite",
     )
     checkpoint_s: float = knob(
-        120.0, "seconds between checkpoints; longer if writing one takes over 2 % of that; 0 = every step", low=0.0
+        120.0,
+        "seconds between checkpoints; longer if writing one takes over 2 % of that, or if all of them would write over "
+        "a tenth of the disk; 0 = every step",
+        low=0.0,
     )
     keep_checkpoints: int = knob(
-        2, "newest checkpoints kept beside the best; with 1 there is no fallback if it is damaged", low=1
+        1,
+        "complete checkpoints beside the one being written, the best among them; with 1, a run killed in a write resumes "
+        "from the best",
+        low=1,
     )
     keep_data: bool = knob(
         True, "keep the rows' tokens and the trunk cache after the run; false: delete them when it is complete"

@@ -199,8 +199,7 @@ def check_space(needs: list[Need]) -> None:
             terms = ", ".join(f"{what} {format_size(size)}" for _, what, size in largest_first if size)
             raise RunError(
                 f"this run will write {format_size(total)} below {group[0][0]}; {format_size(free)} are free ({terms})",
-                "free some space, choose another folder (--out, EDGEFT_CACHE), or keep less: "
-                "--set how.keep_checkpoints=1",
+                "free some space, or choose another folder (--out, EDGEFT_CACHE)",
             )
 
 
@@ -211,8 +210,17 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def path_size(path: Path) -> int:
-    """Bytes of a file, or of the files in a folder; 0 if there is neither."""
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    return path.stat().st_size if path.is_file() else 0
+def disk_size(folder: Path) -> int:
+    """Bytes of the disk that holds this folder, or will."""
+    return shutil.disk_usage(_existing(folder)).total
+
+
+def path_size(*paths: Path) -> int:
+    """Bytes of these files, and of the files in these folders; a file with several names counts once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path in paths:
+        for file in path.iterdir() if path.is_dir() else [path]:
+            if file.is_file():
+                status = file.stat()
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())

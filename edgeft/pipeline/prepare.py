@@ -93,7 +93,7 @@ def make_plan(
     from edgeft.plan.rows import Workload
     from edgeft.plan.shape import shape_of
 
-    machine = Machine.here(recipe.how.threads)
+    machine = Machine.here(recipe.how.threads, run.path)
     known = memory.EngineSpec(engine.compiled, engine.bf16, machine.threads) if engine else None
     shape = shape_of(model_source(recipe.model.path), recipe.model.frozen)
     job, figures = make(Job(recipe, shape, Workload(*sides, recipe), machine, known), allowed.budget_bytes, allowed.fit)

@@ -29,7 +29,7 @@ def train(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> Non
         return
     from edgeft import plan
     from edgeft.formats.source import model_id
-    from edgeft.plan.fit import disk_needs
+    from edgeft.plan.disk import disk_needs
     from edgeft.search.problem import search_for_run
     from edgeft.train import trunk
     from edgeft.train.loop import Trainer
@@ -78,7 +78,7 @@ def _check_scheme_and_disk(run: Run, source: str) -> None:
     without its rows."""
     from edgeft import plan
     from edgeft.methods import scheme
-    from edgeft.plan.fit import disk_needs
+    from edgeft.plan.disk import disk_needs
 
     shape = plan.shape_of(source, run.recipe.model.frozen)
     check_space(disk_needs(run, shape, scheme.make(run.recipe.update, shape.depth, shape.arch)))

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import itertools
 import operator
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,16 +20,15 @@ from edgeft.engine import compiled
 from edgeft.engine.limits import kernels_can_run
 from edgeft.errors import ConfigError, DoesNotFitError
 from edgeft.host import device
-from edgeft.host.files import Need, path_size
+from edgeft.host.files import disk_size
 from edgeft.methods import scheme as schemes
 from edgeft.methods.scheme import Scheme
-from edgeft.plan import memory, seconds
+from edgeft.plan import disk, memory, seconds
 from edgeft.plan.flops import step_flops
 from edgeft.plan.memory import EngineSpec, RunSpec
 from edgeft.plan.rows import Workload, total
 from edgeft.plan.seconds import Rates
 from edgeft.plan.shape import STATE_BYTES, Shape, exported_bytes, trained_parameters
-from edgeft.run.folder import Run
 
 MIN_MICRO_BATCH = 64  # tokens; smaller GEMMs are inefficient
 SLACK = 0.03  # share of the budget left free: the error margin of a plan
@@ -48,12 +46,15 @@ class Machine:
     bf16: bool  # the processor has bf16 GEMM instructions
     built: bool  # kernels are already compiled
     compiler: bool  # or can be compiled
+    disk_bytes: int = 0  # size of the run's disk; 0: unknown
 
     @staticmethod
-    def here(threads: int) -> Machine:
+    def here(threads: int, folder: Path = Path()) -> Machine:
+        """folder: of the run, or where it will be."""
         count = min(threads or device.cores(), device.cores())
         rates, compiler = seconds.of_this_machine(count), compiled.compiler() is not None
-        return Machine("this machine", rates, True, count, compiled.multiplies_bf16(), compiled.is_built(), compiler)
+        bf16, built = compiled.multiplies_bf16(), compiled.is_built()
+        return Machine("this machine", rates, True, count, bf16, built, compiler, disk_size(folder))
 
     @staticmethod
     def of(profile: Device, threads: int) -> Machine:
@@ -112,7 +113,7 @@ class Job(RunSpec):
         return max(map(memory.peak, memory.stages(self, budget_bytes).values()))
 
     def clock(self) -> seconds.Clock:
-        return seconds.Clock(self, self.machine.rates)
+        return seconds.Clock(self, self.machine.rates, self.machine.disk_bytes)
 
     def seconds(self) -> float:
         return sum(self.clock().stages().values())
@@ -326,7 +327,8 @@ def _figures(requested: Job, chosen: Job, budget_bytes: int) -> dict[str, Any]:
         "seconds": round(sum(durations.values()), 1) if machine.timed else None,
         "search_seconds": round(durations.get("search", 0.0), 1) if machine.timed else None,  # before training
         "bound": max(clock.parts, key=clock.parts.__getitem__, default="matrix products"),
-        "disk": disk_bytes(chosen),
+        "disk": disk.disk_bytes(chosen),
+        "written": disk.written_bytes(chosen, clock.saves),
         "machine": {"name": machine.name, "threads": chosen.engine.threads, "rates": machine.rates.source},
         "engine": {"kernels": chosen.engine.kernels, "half": chosen.engine.half},
         "how": dataclasses.asdict(how),
@@ -353,40 +355,6 @@ def _halved(job: Job, budget_bytes: int) -> dict[str, int]:
         sizes[str(tokens)] = memory.peak(memory.stages(halved, budget_bytes)["train"])
         tokens //= 2
     return sizes
-
-
-def disk_bytes(job: Job) -> dict[str, int]:
-    """By kind of file."""
-    how, trained = job.recipe.how, job.trained
-    cache, between = memory.boundary_bytes(job)
-    cached = job.scheme.cut > 0 and how.trunk == "cache"
-    state = memory.state_bytes(job.recipe)
-    return {
-        "trunk cache": cache if cached else 0,
-        "trunk, while it is made": between if cached and job.scheme.cut > 1 else 0,
-        # one more than is kept: the oldest is deleted after the newest is written
-        "checkpoints": int((how.keep_checkpoints + 1) * trained * (4 + state)),
-        "best weights": 2 * 4 * trained,
-        "exported model": job.exported_bytes,
-    }
-
-
-def disk_needs(run: Run, shape: Shape, scheme: Scheme) -> list[Need]:
-    """What a run has yet to write, except the trunk cache, whose size is known only after tokenization."""
-    how, trained = run.effective.how, trained_parameters(shape, scheme)
-    needs: list[Need] = []
-    if not run.tokens.is_file():
-        rows = Path(run.recipe.data.path) if run.recipe.data.path else None
-        if rows is not None and os.path.isfile(rows):  # which files of a folder are rows is not known yet
-            needs.append((run.path, "tokens", 2 * path_size(rows)))  # token ids and text
-    if not run.done.is_file():
-        each = int(trained * (4 + STATE_BYTES[how.optimizer_state]))  # weights and AdamW's two moments
-        # one more than is kept: the oldest is deleted after the newest is written
-        needs.append((run.path, "checkpoints", max(0, (how.keep_checkpoints + 1) * each - path_size(run.checkpoints))))
-        needs.append((run.path, "best weights", max(0, 2 * 4 * trained - path_size(run.best))))
-    if not (run.exported.is_file() and run.model.is_file()):
-        needs.append((run.path, "exported model", exported_bytes(shape, scheme, run.recipe.export.type)))
-    return needs
 
 
 def size(count: int) -> str:

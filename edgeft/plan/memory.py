@@ -103,6 +103,11 @@ def state_bytes(recipe: Recipe) -> float:
     return moment if recipe.train.momentum else 0
 
 
+def active_share(scheme: Scheme) -> float:
+    """Share of the trained parameters that have gradients and optimiser state at a time."""
+    return min(1.0, scheme.cycle_blocks / len(scheme.blocks)) if scheme.cycle_blocks else 1.0
+
+
 def peak(terms: dict[str, int]) -> int:
     """What a stage needs; its resident memory may be larger by the evictable pages."""
     return sum(size for term, size in terms.items() if term != EVICTABLE)
@@ -195,8 +200,7 @@ def _train(spec: RunSpec) -> dict[str, float]:
     shape, scheme, load, how = spec.shape, spec.scheme, spec.load, spec.recipe.how
     widest = load.widest(how.micro_batch_tokens)
     tensors = trained_tensors(shape, scheme)
-    cycle = spec.recipe.update.cycle_blocks  # gradients and moments of the active blocks alone
-    active = sum(tensors) * min(1.0, cycle / len(scheme.blocks)) if cycle else sum(tensors)
+    active = sum(tensors) * active_share(scheme)
     rows = LOGITS_BYTES // (4 * shape.vocabulary) or 1
     # a step in place holds one gradient at a time, unless gradients accumulate over micro-batches
     alone = how.step_in_place and all(len(step) <= 1 for step in load.passes(how.micro_batch_tokens))

@@ -13,8 +13,9 @@ from edgeft.config import Device
 from edgeft.engine import compiled
 from edgeft.engine.limits import LOGITS_BYTES
 from edgeft.host import device
+from edgeft.plan.disk import checkpoint_bytes, expected_saves, save_every, trunk_bytes
 from edgeft.plan.flops import ATTENTION_BACK, Pass, Schedule, search_pays, search_tokens, step_flops
-from edgeft.plan.memory import VERIFY_ROWS, RunSpec, state_bytes
+from edgeft.plan.memory import VERIFY_ROWS, RunSpec
 from edgeft.plan.rows import total
 
 # Share of doctor's rates that a step reaches, measured on two cores with AVX-512.
@@ -87,10 +88,12 @@ def of_this_machine(threads: int) -> Rates:
 class Clock:
     """Predicts the seconds of a run."""
 
-    def __init__(self, spec: RunSpec, rates: Rates) -> None:
-        self.spec, self.rates, self.trained = spec, rates, spec.trained
+    def __init__(self, spec: RunSpec, rates: Rates, disk_bytes: int = 0) -> None:
+        """disk_bytes: size of the run's disk; 0: unknown."""
+        self.spec, self.rates, self.disk_bytes, self.trained = spec, rates, disk_bytes, spec.trained
         self.shape, self.scheme, self.recipe, self.load = spec.shape, spec.scheme, spec.recipe, spec.load
         self.parts: dict[str, float] = {}  # seconds by kind of work
+        self.saves = 0  # checkpoints after that of step 0
 
     def _add(self, what: str, seconds: float) -> float:
         self.parts[what] = self.parts.get(what, 0.0) + seconds
@@ -184,9 +187,8 @@ class Clock:
         load, how = self.load, self.recipe.how
         rows = (load.train_rows + load.heldout_rows) / max(1, len(load.rows) + len(load.held))
         seconds = rows * self.trunk(load.trunk(how.micro_batch_tokens))
-        cached = load.tree_tokens * self.shape.width
-        written = 2 * cached * (1 if how.trunk_order == "rows" else 1 + 4 * self.scheme.cut)
-        return seconds + self._add("disk", self.rates.to_disk(written))
+        cache, _, between = trunk_bytes(self.spec)
+        return seconds + self._add("disk", self.rates.to_disk(cache + 2 * between))  # each block reads it again
 
     def _search_stage(self, start: float) -> float:
         """Before training; 0 where it does not pay."""
@@ -213,13 +215,16 @@ class Clock:
         total_s += self._add("optimiser", load.steps * self.trained * ADAM_BYTES[how.optimizer_state] / self.rates.copy)
         validations = (1 + min(train.validations, load.steps)) * load.held_scale
         total_s += validations * self.top(load.validation(how.micro_batch_tokens), False)
-        state = state_bytes(recipe)
-        # first, last, and best weights, assumed at half of the validations
-        written = self.trained * (4 + (4 + state) + 4 * max(1, train.validations // 2))
-        total_s += self._add("disk", self.rates.to_disk(written))
-        checkpoints = total_s // max(how.checkpoint_s, 1.0)  # at most 2 % of the time
-        total_s += self._add("disk", min(0.02 * total_s, checkpoints * self.rates.to_disk(self.trained * (4 + state))))
+        total_s += self._checkpoints(total_s)
         return total_s + self._add("reading the model", self.shape.file_bytes / HASH_BYTES)
+
+    def _checkpoints(self, training_s: float) -> float:
+        weights, state = checkpoint_bytes(self.recipe, self.shape, self.scheme)
+        save_s = self.rates.to_disk(weights + state)
+        share = (weights + state) / self.disk_bytes if self.disk_bytes else 0.0
+        every_s = save_every(self.recipe.how.checkpoint_s, training_s, save_s, share)
+        self.saves = expected_saves(self.recipe.train, self.load.steps, training_s, every_s)
+        return self._add("disk", self.rates.to_disk(weights) + self.saves * save_s)
 
     def _export_stage(self) -> float:
         shape, load = self.shape, self.load

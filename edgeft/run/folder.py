@@ -181,7 +181,8 @@ class Run:
         Run.check_removable(path)
         run = Run(path, config.Recipe())
         run.lock()
-        size = sum(file.lstat().st_size for file in path.rglob("*"))
+        files = [file.lstat() for file in path.rglob("*")]
+        size = sum({(file.st_dev, file.st_ino): file.st_size for file in files}.values())  # hard links count once
         with wrap_os_errors(path, "check the permissions with `ls -l`"):
             freed = cache.remove_user(path)
             for item in path.iterdir():

@@ -1,11 +1,13 @@
 """Checkpoints: one safetensors file each, with the training state and a checksum as JSON in the file's header.
 
 Writes are atomic. A checkpoint holds everything that the next step depends on, and is rejected if any bit changed.
+The best one is a checkpoint as well, under a second name: training can resume from it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,14 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from edgeft.errors import DamagedError, EdgeftError, RunError
-from edgeft.host.files import atomic_write, wrap_os_errors
+from edgeft.host.files import atomic_write, sync_folder, wrap_os_errors
 from edgeft.run.folder import Run
 
 Checkpoint = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors and state
 Report = Callable[[Path, str], None]  # a file and what is wrong with it
 Allocate = Callable[[str, list[int], torch.dtype], torch.Tensor | None]  # a tensor's destination; None: it is skipped
 
-SHARE = 0.02  # maximum share of the time spent writing checkpoints: they are rarer on a slow disk
 NO_CRC = "0" * 8  # the checksum covers the whole file, with this in its place
 _MARK = rb"\"crc32\": \""  # precedes the checksum in the header: JSON within JSON
 _PIECE = 1 << 22  # bytes read at a time
@@ -65,13 +66,13 @@ def skip(*_: object) -> None:
     """Checks the file; reads no tensor."""
 
 
-def into(parameters: Mapping[str, torch.Tensor]) -> Allocate:
-    """Reads into these parameters in place; other tensors of the file are allocated."""
+def into(parameters: Mapping[str, torch.Tensor], others: Allocate = allocate) -> Allocate:
+    """Reads into these parameters in place; other tensors of the file are allocated, or with `skip` not read."""
 
-    def destination(name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    def destination(name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor | None:
         parameter = parameters.get(name)
         if parameter is None:
-            return allocate(name, shape, dtype)
+            return others(name, shape, dtype)
         if list(parameter.shape) != shape or parameter.dtype != dtype:
             raise EdgeftError(
                 f"{name} is {shape} in the checkpoint, and {list(parameter.shape)} in the model",
@@ -151,57 +152,105 @@ def name(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}.safetensors"
 
 
-def all_of(folder: Path) -> list[Path]:
-    """The newest last."""
-    return sorted(folder.glob("step-*.safetensors"))
+def all_of(folder: Path, best: Path | None = None) -> list[Path]:
+    """The newest last; with `best`, if the folder does not have it under the name of its step."""
+    steps = {path: path for path in sorted(folder.glob("step-*.safetensors"))}  # path → its name in the folder
+    step = None if best is None or not best.is_file() else _step(best)
+    if best is None or step is None or _same(name(folder, step), best):
+        return list(steps)
+    return sorted([best, *steps], key=lambda path: steps.get(path, name(folder, step)))
 
 
-def newest(folder: Path, report: Report, destination: Allocate = allocate) -> Checkpoint | None:
-    """The newest valid one; damaged ones are reported and deleted, else `rotate` would count them as kept."""
-    for path in reversed(all_of(folder)):
+def _step(path: Path) -> int | None:
+    """According to its header; None if training cannot resume from it: earlier versions kept the best weights alone."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = json.loads((file.metadata() or {})["edgeft"])
+        return int(state["step"]) if "optimizer" in state else None
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _same(path: Path, other: Path) -> bool:
+    return path.is_file() and other.is_file() and path.samefile(other)
+
+
+def newest(
+    folder: Path, report: Report, destination: Allocate = allocate, best: Path | None = None
+) -> Checkpoint | None:
+    """The newest valid one; damaged ones are reported and deleted, else `make_room` would count them as kept."""
+    for path in reversed(all_of(folder, best)):
         try:
             return read(path, destination)
         except RunError as error:
             report(path, error.message)
             if isinstance(error, DamagedError):
-                _delete(path)
+                if best is not None and _same(path, best):
+                    delete(best)
+                delete(path)
     return None
 
 
 def best(run: Run, best_step: int, report: Report, destination: Allocate = allocate) -> Checkpoint:
-    """The run's best one; if it is damaged, it is restored from the checkpoint of its step, if that is kept."""
+    """The run's best one; if it is damaged, the checkpoint of its step takes its place, if there is another."""
     try:
         return read(run.best, destination)
     except RunError as error:
         damage = error
+    kept = name(run.checkpoints, best_step)
     try:
-        tensors, state = read(name(run.checkpoints, best_step))
+        read(kept, skip)
     except RunError:
         raise DamagedError(
             damage.message,
             f"to train the same weights again, delete done.json and checkpoints in {run.path}, then --resume",
         ) from None
     report(run.best, f"{damage.message}; restored from the checkpoint of step {best_step}")
-    weights = {key: value for key, value in tensors.items() if not key.startswith("adamw.")}
-    write(run.best, weights, {"step": best_step, "heldout_loss": state["best_loss"]})
-    del tensors, weights
+    name_best(kept, run.best)
     return read(run.best, destination)
 
 
-def rotate(folder: Path, keep: int, start: bool) -> None:
-    """Deletes all but the newest `keep`, and with `start` the one of step 0."""
-    for path in all_of(folder)[:-keep]:
-        if not start or path != name(folder, 0):
-            _delete(path)
+def name_best(path: Path, best: Path) -> None:
+    """Gives a checkpoint the name `best` as well: no byte is written twice.
+
+    Where there are no hard links (FAT, Android), it loses its own name.
+    """
+    if _same(path, best):
+        return
+    temporary = best.with_name(f".{best.name}.{os.getpid()}.tmp")
+    with wrap_os_errors(best):
+        try:
+            os.link(path, temporary)
+        except OSError:
+            os.replace(path, best)
+            sync_folder(path.parent)
+        else:
+            try:
+                os.replace(temporary, best)
+            finally:
+                temporary.unlink(missing_ok=True)
+        sync_folder(best.parent)
+
+
+def make_room(folder: Path, best: Path, keep: int) -> None:
+    """Before a checkpoint is written: deletes the oldest until `keep` are left.
+
+    The best stays, or while there is none that of step 0, to roll back to; with `keep` = 1 it alone is left, and a run
+    that is killed while it writes resumes from there.
+    """
+    paths, good = all_of(folder, best), best if best.is_file() else name(folder, 0)
+    others = [path for path in paths if not _same(path, good)]
+    for path in others[: max(0, len(paths) - keep)]:
+        delete(path)
 
 
 def drop_after(folder: Path, step: int) -> None:
     """Deletes those of later steps, the newest last: if killed here, a resume still starts before the rollback."""
     for path in all_of(folder):
         if path > name(folder, step):
-            _delete(path)
+            delete(path)
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
     with wrap_os_errors(path):
         path.unlink(missing_ok=True)

@@ -24,10 +24,11 @@ from edgeft.data.tokens import Encoded
 from edgeft.engine.limits import padded
 from edgeft.engine.stack import Batch, Stack, batch_of
 from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
+from edgeft.host.files import disk_size
 from edgeft.host.system import peak_bytes
 from edgeft.methods.layer import checkpoint_tensors
 from edgeft.methods.scheme import Rotation, Scheme
-from edgeft.plan import shape_of_config
+from edgeft.plan import disk, shape_of_config
 from edgeft.plan.flops import Pass, step_flops
 from edgeft.plan.flops import Schedule as Schedule
 from edgeft.run import events
@@ -77,8 +78,10 @@ class Trainer:
         self.base_loss = math.nan
         self.trained_s = 0.0  # of all processes of this run
         self.checkpoint_s = 0.0  # spent writing checkpoints in this process
-        self.save_s = 0.0  # of the last checkpoint
-        self.saved: int | None = None  # last step that this process saved
+        self.save_s, self.save_bytes = 0.0, 0  # of the last checkpoint
+        self.saved: int | None = None  # step of the last checkpoint
+        self.saved_at = 0.0
+        self.disk_bytes = disk_size(run.path)
         self.guard = Guard()
         self.began = time.monotonic()
         self.governor = Governor(run, progress)  # `fit` makes one that handles stop requests
@@ -187,7 +190,7 @@ class Trainer:
             self.trunk = ready
             self.memory.trim()
             self._restore()
-            self._fit(lambda: self.governor.pause_if_needed(self._save_before_pause))
+            self._fit(lambda: self.governor.pause_if_needed(self.save))  # the machine may lose power in a pause
 
     def _between_trunks(self) -> bool:
         """True: stop requested."""
@@ -201,21 +204,21 @@ class Trainer:
         self.progress.advance(self.step)
         if self.step == 0:
             self._begin()
-        saved_at = time.monotonic()
+        self.saved_at = time.monotonic()
         while self.step < self.schedule.steps:
             if not self._train_step(stopping):
                 continue
             if self.step in validate_after:
                 self._validate()
-            if time.monotonic() - saved_at >= self._save_every() and self.step < self.schedule.steps:
+            if time.monotonic() - self.saved_at >= self._save_every():
                 self.save()
-                saved_at = time.monotonic()
         self.save()
         self.progress.end()
         self._write_done()
 
     def _begin(self) -> None:
         """Chooses channels, computes the held-out loss before training, and saves the weights for a rollback."""
+        checkpoint.delete(self.run.best)  # of an attempt whose checkpoints are lost
         self._choose_channels()
         begin = self.governor.worked_s()
         of = f"{len(self.rows)} rows" + (", bf16" if self.stack.options.bf16 else "")
@@ -313,9 +316,7 @@ class Trainer:
         self.progress.line(f"step {self.step}: held-out loss {loss:.4f}{' (best so far)' if better else ''}")
         if better:
             self.best_loss, self.best_step = loss, self.step
-            begin = time.monotonic()
-            checkpoint.write(self.run.best, self.stored, {"step": self.step, "heldout_loss": loss})
-            self.checkpoint_s += time.monotonic() - begin
+            self.save()
 
     def _skip_step(self, loss: float, norm: float) -> None:
         """The step did not change the weights; after several in a row, training rolls back, once."""
@@ -342,10 +343,10 @@ class Trainer:
         """
         good = self.run.best if self.best_step else checkpoint.name(self.run.checkpoints, 0)
         self.optimizer.forget()
-        self._check_names(checkpoint.read(good, checkpoint.into(self.stored))[0])
-        self.step = self.best_step
+        self._check_names(checkpoint.read(good, checkpoint.into(self.stored, checkpoint.skip))[0])
+        self.step, self.saved = self.best_step, None
         self.guard.halve_rate()
-        self._write()
+        self.save()
         checkpoint.drop_after(self.run.checkpoints, self.step)
         self.run.log(events.RollbackEvent(self.step, self.guard.rate))
         self.progress.line(f"rolled back to step {self.step}, at half the learning rate")
@@ -357,26 +358,28 @@ class Trainer:
         if missing:
             raise EdgeftError(f"a checkpoint of {self.run.path} has no {min(missing)}", "it belongs to another recipe")
 
-    def _save_before_pause(self) -> None:
-        """The machine may lose power during a pause. Not used in validation: a resume would skip that validation."""
-        if self.saved != self.step:
-            self.save()
-
     def _save_every(self) -> float:
         """Seconds; 0 means after every step."""
-        interval = self.recipe.how.checkpoint_s
-        return max(interval, self.save_s / checkpoint.SHARE) if interval else 0.0
+        share = self.save_bytes / self.disk_bytes if self.disk_bytes else 0.0  # some file systems report no size
+        return disk.save_every(self.recipe.how.checkpoint_s, self.remaining.training_s(), self.save_s, share)
 
     def save(self) -> None:
+        """Unless this step is saved. Not used within a validation: a resume would skip that validation."""
+        if self.saved == self.step:
+            return
         begin = time.monotonic()
-        self._write()
-        checkpoint.rotate(self.run.checkpoints, self.recipe.how.keep_checkpoints, start=not self.best_step)
-        self.saved = self.step
-        self.save_s = time.monotonic() - begin
+        path = checkpoint.name(self.run.checkpoints, self.step)
+        checkpoint.make_room(self.run.checkpoints, self.run.best, self.recipe.how.keep_checkpoints)
+        self._write(path)
+        self.save_bytes = path.stat().st_size
+        if self.step and self.step == self.best_step:
+            checkpoint.name_best(path, self.run.best)
+        self.saved, self.saved_at = self.step, time.monotonic()
+        self.save_s = self.saved_at - begin
         self.checkpoint_s += self.save_s
         self.run.log(events.CheckpointEvent(self.step, round(self.save_s, 3)))
 
-    def _write(self) -> None:
+    def _write(self, path: Path) -> None:
         moments, numbers = self.optimizer.state()
         tensors: dict[str, torch.Tensor] = {**self.stored, **moments}
         state = {
@@ -385,33 +388,46 @@ class Trainer:
             "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
             "best_step": self.best_step,
             "base_loss": self.base_loss,
-            "trained_s": self.trained_s,
             "guard": asdict(self.guard),
-        }
-        checkpoint.write(checkpoint.name(self.run.checkpoints, self.step), tensors, state)
+        }  # nothing that depends on the time: the same run writes the same bytes
+        checkpoint.write(path, tensors, state)
 
     def _restore(self) -> None:
         report = damage_reporter(self.run, self.progress)
-        newest = checkpoint.newest(self.run.checkpoints, report, checkpoint.into(self.stored))
+        folder, best = self.run.checkpoints, self.run.best
+        found = checkpoint.all_of(folder, best)
+        newest = checkpoint.newest(folder, report, checkpoint.into(self.stored), best)
         if newest is None:
+            if found:
+                self.progress.line("no checkpoint is left to resume from: training starts again")
             return
         tensors, state = newest
         self._check_names(tensors)
         self.optimizer.restore(tensors, state["optimizer"])
-        self.step = int(state["step"])
+        self.step = self.saved = int(state["step"])
         self.best_loss = math.inf if state["best_loss"] is None else float(state["best_loss"])
         self.best_step = int(state["best_step"])
         self.base_loss = float(state["base_loss"])
-        self.trained_s = float(state["trained_s"])
+        steps = events.read_events(events.StepEvent, self.run.events())
+        self.trained_s = sum({step.step: step.seconds for step in steps if step.step <= self.step}.values())
         self.guard = Guard(**state["guard"])
-        if self.best_step:
-            try:
-                checkpoint.best(self.run, self.best_step, report, checkpoint.skip)
-            except DamagedError as error:
-                report(self.run.best, f"{error.message}; the best of the following steps is kept instead")
-                self.best_loss, self.best_step = math.inf, 0
+        self._restore_best(report)
         self.run.log(events.ResumeEvent(self.step))
         self.progress.line(f"resumed after step {self.step}")
+
+    def _restore_best(self, report: checkpoint.Report) -> None:
+        if not self.best_step:
+            return
+        path = checkpoint.name(self.run.checkpoints, self.step)
+        if self.step == self.best_step and path.is_file():
+            checkpoint.name_best(path, self.run.best)  # killed before that, or another best one was damaged
+            return
+        try:
+            checkpoint.best(self.run, self.best_step, report, checkpoint.skip)
+        except DamagedError as error:
+            report(self.run.best, f"{error.message}; the best of the following steps is kept instead")
+            checkpoint.delete(self.run.best)
+            self.best_loss, self.best_step = math.inf, 0
 
     def _stopped(self) -> StoppedError:
         return StoppedError(
@@ -436,7 +452,7 @@ def load_trained(stored: dict[str, torch.Tensor], run: Run, progress: Progress) 
     wrong = f"{run.best} is not of this model and recipe", "export with the model that the run was made with"
     report, best_step = damage_reporter(run, progress), int(done.get("best_step", 0))
     try:
-        tensors, state = checkpoint.best(run, best_step, report, checkpoint.into(stored))
+        tensors, state = checkpoint.best(run, best_step, report, checkpoint.into(stored, checkpoint.skip))
     except RunError:
         raise
     except EdgeftError:  # a tensor of another shape

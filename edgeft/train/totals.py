@@ -60,13 +60,20 @@ class Remaining:
         self.done += 1
         self.taken += seconds
 
+    def _factor(self) -> float:
+        """Measured over planned seconds."""
+        planned = self.seconds["train"] / max(1, self.steps)
+        # The plan counts as one step: the first steps, in which caches and threads warm up, do not decide alone.
+        return (self.taken + planned) / ((self.done + 1) * planned) if planned else 0.0
+
+    def training_s(self) -> float:
+        """Seconds of training, from the first step to the last; 0: there is no plan."""
+        return self._factor() * self.seconds["train"]
+
     def left(self, step: int) -> tuple[float, float] | None:
         """Remaining seconds after so many steps: of training, and with the later stages; None: there is no plan."""
-        planned = self.seconds["train"] / max(1, self.steps)
-        if not planned:
+        if not self.seconds["train"]:
             return None
-        # The plan counts as one step: the first steps, in which caches and threads warm up, do not decide alone.
-        factor = (self.taken + planned) / ((self.done + 1) * planned)
-        later = self.seconds["export"] + self.seconds["eval"]
-        training = factor * planned * (self.steps - step)
-        return training, training + factor * later
+        later = self._factor() * (self.seconds["export"] + self.seconds["eval"])
+        training = self.training_s() * (self.steps - step) / max(1, self.steps)
+        return training, training + later

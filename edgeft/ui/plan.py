@@ -92,7 +92,9 @@ def lines(plan: dict[str, Any]) -> list[str]:
         f"{format_count(rows['tree_tokens'])} computed "
         f"({rows['heldout']} held out; the longest row has {rows['longest']}{sampled}); "
         f"{format_count(plan['trained_parameters'])} trained parameters",
-        "disk: " + ", ".join(f"{what} {format_size(bytes_)}" for what, bytes_ in disk.items() if bytes_),
+        f"disk: {format_size(sum(disk.values()))} needed "
+        f"({', '.join(f'{what} {format_size(bytes_)}' for what, bytes_ in disk.items() if bytes_)}); "
+        f"about {format_size(sum(plan['written'].values()))} written in all",
     ]
     if plan["search_seconds"]:
         text.append(
