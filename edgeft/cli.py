@@ -383,12 +383,12 @@ def show_cache(
     clear: Annotated[bool, Option("--clear", help="Delete everything that is not in use.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """What runs share: outputs of frozen blocks, so that a second run on the same rows starts at once."""
-    root = cache.folder("trunk")
-    roots = [folder for folder in (root, cache.folder("search")) if folder] if clear else []
+    """What runs share: outputs of frozen blocks and answers of base models, for later runs on the same rows."""
+    root, parts = cache.folder(), cache.LISTED
+    roots = [folder for part in (*parts, "search") if (folder := cache.folder(part))] if clear else []
     cleared = [cache.clear(folder) for folder in roots]
     freed, kept = (sum(counts) for counts in zip(*cleared, strict=True)) if roots else (0, 0)
-    rows = cache.listing(root) if root else []
+    rows = [row for part in parts if (folder := cache.folder(part)) for row in cache.listing(folder)]
     if as_json:
         total = sum(row["bytes"] for row in rows)
         freed_bytes = {"freed_bytes": freed} if clear else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,14 +106,15 @@ def test_results_are_stored_with_the_run_and_not_computed_twice(
     finished: tuple[Path, dict[str, object]], edgeft: Edgeft
 ) -> None:
     folder, result = finished
-    kept = {p: p.stat().st_mtime_ns for p in (folder / "eval").glob("qa-*.json")}
-    assert {p.name.split("-")[1] for p in kept} == {"base", "tuned"}
+    base = (Path(os.environ["EDGEFT_CACHE"]) / "eval").glob("*/responses.json")
+    kept = {p: p.stat().st_mtime_ns for p in [*base, *(folder / "eval").glob("tuned-*.json")]}
+    assert len(kept) >= 2
     again = json.loads(edgeft("eval", folder / "model.gguf", "--json").stdout)
     assert again == result["eval"]
     assert kept == {p: p.stat().st_mtime_ns for p in kept}
     fresh = json.loads(edgeft("eval", folder / "model.gguf", "--again", "--json").stdout)
     assert fresh["tuned"] == pytest.approx(again["tuned"], abs=1e-6)
-    assert any(kept[p] != p.stat().st_mtime_ns for p in kept)
+    assert sum(kept[p] != p.stat().st_mtime_ns for p in kept) == 2
 
 
 @pytest.mark.slow

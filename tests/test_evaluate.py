@@ -24,14 +24,13 @@ from edgeft.evaluate.score import (
     Record,
     Scores,
     compare,
-    from_json,
+    is_clear,
     load_suite,
     nearest_label,
     pick_examples,
     score_items,
     suites,
     take,
-    to_json,
     verdict,
 )
 from edgeft.evaluate.suite import Suite, make_items, read_items
@@ -557,11 +556,17 @@ def test_a_guard_tells_whatever_got_worse() -> None:
     assert verdict({}, guard=True) is None
 
 
-def test_scores_come_back_from_disk() -> None:
-    scores = made("right", "no")
-    assert from_json(json.loads(json.dumps(to_json(scores)))) == scores
-    assert from_json({}) is None
-    assert from_json({"records": [{"old": 1}]}) is None
+def test_a_difference_is_clear_when_its_interval_is_narrow_and_excludes_zero() -> None:
+    suite = Suite()
+    assert is_clear(made(*["no"] * 30), made(*["right"] * 30), suite)
+    assert is_clear(made(*["right"] * 30), made(*["no"] * 30), suite)
+    assert not is_clear(made(*["no"] * 30), made(*["no"] * 30), suite)  # no difference, however sure
+    some = [*["right"] * 20, *["no"] * 10]
+    assert compare(made(*["no"] * 30), made(*some))["verdict"]["result"] == "better"
+    assert not is_clear(made(*["no"] * 30), made(*some), suite)  # by 49 to 83 points
+    assert is_clear(made(*["no"] * 600), made(*some * 20), suite)
+    assert not is_clear(made("no"), made("right"), suite)
+    assert not is_clear(made(*["no"] * 30), made(*["right"] * 30), Suite(metrics=["loss"]))
 
 
 def test_telling_examples_are_spread_and_few() -> None:

@@ -282,6 +282,32 @@ def test_a_search_takes_its_time_where_it_pays(model: Path) -> None:
     assert "search" not in rule.clock().stages()
 
 
+def test_evaluation_is_planned_within_its_share_of_the_time(model: Path) -> None:
+    def planned(*sets: str) -> tuple[dict[str, float], int]:
+        encoded = [random_row(256, 8, seed) for seed in range(232)]
+        recipe = config.apply_sets(config.load_recipe("sparse-rule"), sets)
+        clock = Job(
+            recipe, shape_of(str(model), "auto"), Workload(encoded[200:], encoded[:200], recipe), MACHINE
+        ).clock()
+        return clock.stages(), clock.eval_rows
+
+    whole, rows = planned("eval.time_share=0")
+    assert rows == 200
+    share, some = planned("train.epochs=8")
+    trained = share["trunk"] + share["train"]
+    assert 24 < some < 200
+    assert 0.9 * 0.25 * trained < share["eval"] <= 0.25 * trained
+    assert share["eval"] - 1.0 == pytest.approx((whole["eval"] - 1.0) * some / 200)
+    short, least = planned("train.steps=1")
+    assert least == 24  # however short the training is
+    assert short["eval"] > 0.25 * (short["trunk"] + short["train"])
+    assert planned("eval.time_share=100")[1] == 200
+    assert planned("eval.rows=7")[1] == 7
+    _, plan = fit.make(job(model, "sparse-rule"), 64 * GIB)
+    assert plan["rows"]["scored"] == 4
+    assert any("(4 held out, up to 4 scored at the end;" in line for line in plan_lines(plan))
+
+
 def test_rates_are_measured_ones_or_a_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cores = device.cpu_name(), device.cores()
     known = {device.gemm_key(cpu, cores): {"fp32": 100.0, "bf16": 300.0}, device.bytes_key(cpu, cores): {"copy": 12.0}}

@@ -258,6 +258,13 @@ class ExportConfig:
 class EvalConfig:
     rows: int = knob(200, "maximum number of held-out rows to score", low=1)
     max_new_tokens: int = knob(32, "maximum tokens of an answer", low=1)
+    time_share: float = knob(
+        0.25,
+        "time limit of a run's last stage, as a share of its training time (search, trunk and training); it also ends "
+        "once the difference is clear; 0 = all rows are scored",
+        low=0.0,
+        high=100.0,
+    )
     unpack: bool = knob(
         True,
         "score weights in types that llama.cpp multiplies slowly (Q4_1, Q5_1, Q3_K, IQ…) from a float16 copy, if it "

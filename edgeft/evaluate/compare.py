@@ -5,11 +5,8 @@ The files that are shipped are scored: GGUF files in llama.cpp, runs and Hugging
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,111 +17,73 @@ from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
 from edgeft.errors import ConfigError, DataError, RunError
 from edgeft.evaluate import leak
-from edgeft.evaluate.request import Scorer, row_progress
-from edgeft.evaluate.score import Scores, compare, from_json, score_items, to_json
+from edgeft.evaluate.score import Scores, compare
+from edgeft.evaluate.subject import Rows, Subject, SubjectScores
 from edgeft.evaluate.suite import Item, Suite, from_run, load_suite, make_items, read_items
+from edgeft.evaluate.turns import ALL_ROWS, Turns
 from edgeft.formats.gguf import GGUF
-from edgeft.formats.source import demo_model, is_gguf, model_id, model_source
-from edgeft.formats.tokenizer import Tokenizer, open_tokenizer
-from edgeft.run.events import EvalEvent
+from edgeft.formats.source import demo_model, is_gguf, model_source
+from edgeft.formats.tokenizer import open_tokenizer
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
-from edgeft.train.build import trained_stack
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model to score: a GGUF file in llama.cpp, anything else in the trainer."""
-
-    who: str  # base or tuned
-    source: str
-    run: Run | None = None  # with its trained weights in place of those of `source`
-    frozen: str = "dense"  # storage of frozen weights in the trainer
-    trainer: bool = False
-    room_bytes: int = 0  # memory limit of scoring; 0: the available memory
-
-    @property
-    def identity(self) -> str:
-        """Cache key that changes with the weights."""
-        file = self.run.best if self.run else Path(self.source)
-        changed = file.stat().st_mtime_ns if file.is_file() else 0
-        return f"{model_id(self.source)}|{model_id(str(file))}|{changed}|{self.trainer}"
-
-    @contextmanager
-    def opened(self, longest: int, tokens: int = 0) -> Iterator[tuple[Scorer, Tokenizer]]:
-        """longest: tokens of the longest row with its answer; tokens: of all rows, 0 if no faster copy may be made."""
-        tokenizer = open_tokenizer(self.source)
-        if not self.trainer:
-            from edgeft.evaluate.llamacpp import LlamaFile, with_fast_types
-
-            n_ctx, room = max(2048, 4 * longest), self.room_bytes
-            with with_fast_types(self.source, tokens, room) as place, LlamaFile(place, n_ctx, room_bytes=room) as file:
-                yield file, tokenizer
-            return
-        from edgeft.engine.load import load
-        from edgeft.evaluate.stack_scorer import StackScorer
-
-        stack = trained_stack(self.run)[0] if self.run else load(self.source, self.frozen)
-        yield StackScorer(stack, tokenizer.eog), tokenizer
 
 
 def score_subject(
     subject: Subject, items: list[Item], suite: Suite, progress: Progress, store: Run | None = None, again: bool = False
 ) -> Scores:
-    """Scores of one model; from the run folder `store` if they are there, unless `again`."""
-    file: Path | None = None
-    max_new = suite.eval.max_new_tokens
+    """Scores of one model; responses stored by the run `store`, or for its base model, are used, unless `again`."""
+    rows = Rows(items, suite, open_tokenizer(subject.source))
+    scored = SubjectScores(subject, rows, rows.stored(subject, store, again), progress)
+    try:
+        scored.extend(len(items))
+    finally:
+        scored.close()
     if store:
-        content = [[asdict(item.request), item.answers, item.right] for item in items]
-        asked = json.dumps([asdict(suite), max_new, content])
-        key = hashlib.sha256(f"{subject.identity}|{asked}".encode()).hexdigest()[:16]
-        file = store.path / "eval" / f"{suite.name or 'qa'}-{subject.who}-{key}.json"
-        cached = None if again else from_json(store.read_json(file) or {})
-        if cached:
-            return cached
-    lengths = [len(i.request.prompt) + max([len(o) for o in i.request.options], default=0) + max_new for i in items]
-    started = time.monotonic()
-    with (
-        row_progress(progress, f"evaluate {subject.who} model", len(items)) as advance,
-        subject.opened(max(lengths), sum(lengths) if suite.eval.unpack else 0) as (scorer, tokenizer),
-    ):
-        scores = score_items(scorer, tokenizer, items, suite, advance)
-    if store and file:
-        store.write_json(file, to_json(scores))
-        seconds = round(time.monotonic() - started, 2)
-        store.log(EvalEvent(suite.name or "qa", subject.who, len(items), seconds))
-    return scores
+        scored.log(store)
+    return scored.scores
 
 
-def evaluate_run(run: Run, rows: list[Encoded], progress: Progress, base: str | None = None) -> dict[str, Any]:
-    """The base and the tuned model, both in the trainer, on rows of the run."""
-    subjects = _in_trainer(run, base, run.effective.model.frozen)
-    return _compare_on_rows(subjects, run, rows, run.recipe.eval.max_new_tokens, progress)
+def evaluate_run(run: Run, encoded: list[Encoded], progress: Progress, room_bytes: int = 0) -> dict[str, Any]:
+    """The last stage of a run: base and tuned model, both in llama.cpp or both in the trainer, within `time_share`."""
+    began = time.monotonic()
+    suite = load_suite("qa")
+    suite.eval = run.recipe.eval
+    items, subjects = make_items(suite, encoded), _of_run(run, room_bytes)
+    limit_s = time_limit(run)
+    if limit_s is None:
+        result = compare_subjects(subjects, items, suite, progress, run)
+    else:
+        leaks = find_leaks(run, items, progress)
+        rows = Rows(items, suite, open_tokenizer(subjects[-1].source))
+        base, tuned = (SubjectScores(one, rows, rows.stored(one, run), progress) for one in subjects)
+        turns = Turns(base, tuned, limit_s, began)
+        ended = turns.run()
+        for scored in (base, tuned):
+            scored.log(run)
+        result = _result([*turns.scores()], suite, len(items), ended, leaks)
+    run.write_json(run.evaluation, result)
+    return result
+
+
+def time_limit(run: Run) -> float | None:
+    """Seconds of the last stage of a run; None: all rows are scored."""
+    share = run.recipe.eval.time_share
+    worked_s = sum(event.worked_s for event in run.stages() if event.stage in ("trunk", "search", "train"))
+    return (share * worked_s or math.inf) if share else None  # a run of an earlier version has no times
+
+
+def _of_run(run: Run, room_bytes: int) -> list[Subject]:
+    source = model_source(run.recipe.model.path)
+    if not is_gguf(source):
+        return _in_trainer(run, None, run.effective.model.frozen)
+    pairs = (("base", source), ("tuned", str(run.model)))
+    return [Subject(who, path, room_bytes=room_bytes) for who, path in pairs]
 
 
 def _in_trainer(run: Run, base: str | None, frozen: str) -> list[Subject]:
     source = model_source(run.recipe.model.path)
     before = Subject("base", base or source, frozen=frozen, trainer=True)
     return [before, Subject("tuned", source, run, trainer=True)]
-
-
-def evaluate_files(
-    base: str, tuned: str, rows: list[Encoded], max_new: int, progress: Progress, room_bytes: int = 0
-) -> dict[str, Any]:
-    """Two GGUF files, both in llama.cpp, on encoded rows."""
-    subjects = [Subject(who, path, room_bytes=room_bytes) for who, path in (("base", base), ("tuned", tuned))]
-    return _compare_on_rows(subjects, run_of(Path(tuned)), rows, max_new, progress)
-
-
-def _compare_on_rows(
-    subjects: list[Subject], run: Run | None, rows: list[Encoded], max_new: int, progress: Progress
-) -> dict[str, Any]:
-    suite = load_suite("qa")
-    suite.eval = replace(suite.eval, max_new_tokens=max_new)
-    result = compare_subjects(subjects, make_items(suite, rows), suite, progress, run)
-    if run:
-        run.write_json(run.evaluation, result)
-    return result
 
 
 def compare_subjects(
@@ -135,11 +94,17 @@ def compare_subjects(
     run: Run | None = None,
     again: bool = False,
 ) -> dict[str, Any]:
-    """The last subject against the first; leaks are reported before anything is scored."""
+    """The last subject against the first, on all rows; leaks are reported before anything is scored."""
     leaks = find_leaks(run, items, progress) if run else []
     scores = [score_subject(subject, items, suite, progress, run, again) for subject in subjects]
+    return _result(scores, suite, len(items), ALL_ROWS, leaks)
+
+
+def _result(scores: list[Scores], suite: Suite, total: int, ended: str, leaks: list[leak.Leak]) -> dict[str, Any]:
+    """Of the rows that were scored, and why no more were."""
     result = compare(scores[0] if len(scores) > 1 else None, scores[-1], suite=suite)
-    return result | {"leaks": [asdict(leak) for leak in leaks]}
+    leaks = [one for one in leaks if one.row < result["rows"]]
+    return result | {"of": total, "ended": ended, "leaks": [asdict(one) for one in leaks]}
 
 
 def find_leaks(run: Run, items: list[Item], progress: Progress) -> list[leak.Leak]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from edgeft.errors import ConfigError, DataError
@@ -22,6 +22,7 @@ __all__ = ["METRICS", "Record", "Scores", "Suite", "compare", "load_suite", "pic
 
 LOWER_IS_BETTER = ("loss", "perplexity")
 NO_CHANGE = 0.01  # nats per token: a smaller change of a row's loss does not count
+CLEAR_POINTS = 5.0  # half the width of a 95 % interval, of 100 points, from which on more rows are not needed
 LISTED = 50  # rows that got better, and worse, at most
 
 
@@ -80,11 +81,16 @@ def score_items(
     if not items:
         raise DataError("no held-out rows to score", "name a file with --data")
     responses = scorer.respond([item.request for item in items], suite.eval.max_new_tokens, progress)
-    labels = suite.labels or sorted({answer for item in items if item.kind == "label" for answer in item.answers})
-    return Scores([_record(item, one, tokenizer, suite, labels) for item, one in zip(items, responses, strict=True)])
+    labels = labels_of(items, suite)
+    pairs = zip(items, responses, strict=True)
+    return Scores([make_record(item, one, tokenizer, suite, labels) for item, one in pairs])
 
 
-def _record(item: Item, response: Response, tokenizer: Tokenizer, suite: Suite, labels: Sequence[str]) -> Record:
+def labels_of(items: Sequence[Item], suite: Suite) -> list[str]:
+    return suite.labels or sorted({answer for item in items if item.kind == "label" for answer in item.answers})
+
+
+def make_record(item: Item, response: Response, tokenizer: Tokenizer, suite: Suite, labels: Sequence[str]) -> Record:
     record = Record(item.question, item.answers, source=item.row.source)
     if item.kind == "choice":
         lengths = [len(text) for text in item.texts]
@@ -194,6 +200,15 @@ def verdict(differences: dict[str, Any], guard: bool = False) -> dict[str, Any] 
     return next(iter(worse + verdicts), None)
 
 
+def is_clear(base: Scores, tuned: Scores, suite: Suite) -> bool:
+    """More rows are not needed: the verdict's interval excludes zero and is narrow. A loss has no such limit."""
+    found = difference(base, tuned, suite.metrics, guard=suite.score == "mixed")
+    if not found["verdict"] or found["verdict"]["result"] == "unclear" or found["verdict"]["metric"] in LOWER_IS_BETTER:
+        return False
+    change = found["difference"][found["verdict"]["metric"]]
+    return bool(change["high"] - change["low"] <= 2 * CLEAR_POINTS)
+
+
 def _pair(before: Record | None, after: Record) -> dict[str, Any]:
     base = before.output if before else None
     return {"question": after.question, "answers": after.answers, "base": base, "tuned": after.output}
@@ -211,15 +226,3 @@ def pick_examples(base: Scores | None, tuned: Scores, wanted: int) -> list[dict[
     room = wanted - len(worst)
     spread = [better[k * len(better) // room] for k in range(room)] if len(better) > room else better
     return [_pair(pairs[i][0] if base else None, pairs[i][1]) for i in [*spread, *worst]]
-
-
-def to_json(scores: Scores) -> dict[str, Any]:
-    return {"records": [asdict(record) for record in scores.records]}
-
-
-def from_json(values: dict[str, Any]) -> Scores | None:
-    """None if it was written by another version."""
-    try:
-        return Scores([Record(**record) for record in values["records"]])
-    except (KeyError, TypeError):
-        return None

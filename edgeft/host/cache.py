@@ -1,4 +1,5 @@
-"""The cache folder that all runs share: trunk states by a key of their inputs, and hashes of weight files.
+"""The cache folder that all runs share: trunk states and responses of base models by a key of their inputs, and hashes
+of weight files.
 
 One process writes an entry, any number read it at once, and it is deleted only while no process uses it.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 from edgeft.host.files import LockFile, read_json, write_json
 
+LISTED = ("trunk", "eval")  # parts that `edgeft cache` lists, and that know the runs that use them
 POLL_S = 0.2  # while another process writes the entry
 PIECE = 1 << 20  # bytes hashed at a time
 
@@ -165,10 +167,12 @@ def _users(note: dict[str, Any]) -> list[str]:
 
 def remove_user(run: Path) -> int:
     """Deletes a run's entries in the shared cache unless another run uses them; bytes freed."""
-    root, freed = folder("trunk"), 0
-    if root is None or not root.is_dir():
-        return 0
-    mine = str(run.resolve())
+    roots = [root for part in LISTED if (root := folder(part)) and root.is_dir()]
+    return sum(_remove_user(root, str(run.resolve())) for root in roots)
+
+
+def _remove_user(root: Path, mine: str) -> int:
+    freed = 0
     with changing(root):
         for entry in entries(root):
             users = _users(entry.note)
@@ -215,16 +219,19 @@ def listing(root: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError):
             free = entry.lock_if_unused()
         entry.close()
+        whole = "crc32" in note or "rows" in note
         rows.append(
             {
                 "key": entry.path.name,
+                "part": root.name,
                 "model": note.get("model"),
                 "cut": note.get("cut"),
                 "dtype": note.get("dtype"),
                 "tokens": note.get("tokens"),
+                "rows": note.get("rows"),
                 "bytes": size,
                 "used": used,
-                "state": "in use" if not free else "whole" if "crc32" in note else "not finished",
+                "state": "in use" if not free else "whole" if whole else "not finished",
             }
         )
     return rows

@@ -116,13 +116,7 @@ def _do_stage(run: Run, name: str, progress: Progress, allowed: Allowance) -> No
         run.write_json(run.exported, made)
     elif name == "eval":
         _, heldout = data_tokens.load(run.tokens)
-        rows = heldout[: run.recipe.eval.rows]
-        if rows:
-            from edgeft.evaluate.compare import evaluate_files, evaluate_run
+        if rows := heldout[: run.recipe.eval.rows]:
+            from edgeft.evaluate.compare import evaluate_run
 
-            if is_gguf(source):
-                evaluate_files(
-                    source, str(run.model), rows, run.recipe.eval.max_new_tokens, progress, allowed.budget_bytes
-                )
-            else:
-                evaluate_run(run, rows, progress)
+            evaluate_run(run, rows, progress, allowed.budget_bytes)

@@ -338,6 +338,7 @@ def _figures(requested: Job, chosen: Job, budget_bytes: int) -> dict[str, Any]:
         "rows": {
             "train": load.train_rows,
             "heldout": load.heldout_rows,
+            "scored": clock.eval_rows,  # at most
             "longest": load.longest,
             "tokens": load.row_tokens,
             "tree_tokens": load.train_tree_tokens,

@@ -11,3 +11,4 @@ SPOOL_BYTES = 8 << 20  # packed updates are buffered in memory up to here, then 
 BATCH_TOKENS = 1024  # tokens per batch in the trainer; shared prefixes count once
 TARGETS = 32  # positions compared per row, spread evenly: 32 x 150,000 logits are 20 MB
 SCORED_TOKENS = 2048  # in one pass, as in evaluate/stack_scorer.py
+EVAL_MIN_ROWS = 24  # scored at the end of a run whatever the time limit: fewer decide little

@@ -15,6 +15,7 @@ from edgeft.engine.limits import LOGITS_BYTES
 from edgeft.host import device
 from edgeft.plan.disk import checkpoint_bytes, expected_saves, save_every, trunk_bytes
 from edgeft.plan.flops import ATTENTION_BACK, Pass, Schedule, search_pays, search_tokens, step_flops
+from edgeft.plan.limits import EVAL_MIN_ROWS
 from edgeft.plan.memory import VERIFY_ROWS, RunSpec
 from edgeft.plan.rows import total
 
@@ -94,6 +95,7 @@ class Clock:
         self.shape, self.scheme, self.recipe, self.load = spec.shape, spec.scheme, spec.recipe, spec.load
         self.parts: dict[str, float] = {}  # seconds by kind of work
         self.saves = 0  # checkpoints after that of step 0
+        self.eval_rows = 0  # held-out rows scored at the end, at most
 
     def _add(self, what: str, seconds: float) -> float:
         self.parts[what] = self.parts.get(what, 0.0) + seconds
@@ -180,7 +182,8 @@ class Clock:
             stages["search"] = self._search_stage(start)
         stages["train"] = start + self._train_stage()
         stages["export"] = start + self._export_stage()
-        stages["eval"] = START_S["eval"] + self._eval_stage()
+        trained = sum(stages.get(name, 0.0) for name in ("trunk", "search", "train"))
+        stages["eval"] = START_S["eval"] + self._eval_stage(trained)
         return stages
 
     def _trunk_stage(self) -> float:
@@ -234,9 +237,16 @@ class Clock:
         seconds += 2.0 * weights * tokens / self.rates.fp32 * (1 / PRODUCTS + 1 / LLAMA)
         return seconds + weights * WEIGHT_BYTES / self.rates.copy
 
-    def _eval_stage(self) -> float:
-        shape, load, rows = self.shape, self.load, min(self.recipe.eval.rows, self.load.heldout_rows)
+    def _eval_stage(self, trained: float) -> float:
+        """Of the rows that fit the time limit; it is less where the base model's answers are stored, or the difference
+        is clear with fewer rows. trained: seconds of search, trunk and training."""
+        shape, load, asked = self.shape, self.load, self.recipe.eval
+        rows = min(asked.rows, load.heldout_rows)
         weights = shape.depth * shape.block_parameters + shape.vocabulary * shape.width
-        share = rows / max(1, load.heldout_rows)
-        tokens = share * load.held_tokens + rows * min(self.recipe.eval.max_new_tokens, 2 * load.answer_tokens + 2)
-        return 2 * 2.0 * weights * tokens / (LLAMA * self.rates.fp32)
+        tokens = load.held_tokens / max(1, load.heldout_rows) + min(asked.max_new_tokens, 2 * load.answer_tokens + 2)
+        row_s = 2 * 2.0 * weights * tokens / (LLAMA * self.rates.fp32)
+        if asked.time_share:
+            affordable = int((asked.time_share * trained - START_S["eval"]) / row_s)
+            rows = min(rows, max(affordable, EVAL_MIN_ROWS))
+        self.eval_rows = rows
+        return row_s * rows

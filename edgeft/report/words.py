@@ -14,6 +14,7 @@ METRICS = {
     "accuracy_norm": "accuracy per character",
 }
 
+ENDED = {"time limit": "time limit", "decided": "the difference is clear"}  # why not all rows were scored
 PLAIN = ("loss", "perplexity")  # no percentages, and lower is better
 
 
@@ -35,6 +36,12 @@ def difference(name: str, change: dict[str, Any] | None) -> str:
 
 def _signed(name: str, value: float | None) -> str:
     return "" if value is None else f"{value:+.{3 if name in PLAIN else 1}f}"
+
+
+def scored(result: dict[str, Any]) -> str:
+    """`48 of 200 held-out rows (the difference is clear)`."""
+    why = ENDED.get(str(result.get("ended")))
+    return f"{result['rows']} of {result.get('of')} held-out rows ({why})" if why else f"{result['rows']} held-out rows"
 
 
 def verdict(result: dict[str, Any]) -> str:

@@ -26,15 +26,17 @@ def key_values(console: Console, rows: dict[str, str]) -> None:
 
 def print_cache(console: Console, folder: str, rows: list[dict[str, Any]]) -> None:
     """`edgeft cache`."""
-    table = Table("model", "cut", "tokens", "dtype", "size", "last used", "state")
+    table = Table("part", "model", "cut", "tokens", "dtype", "size", "last used", "state")
     for row in rows:
-        values = ("" if row[name] is None else str(row[name]) for name in ("model", "cut", "tokens", "dtype"))
+        tokens = row["tokens"] if row["rows"] is None else f"of {row['rows']} rows"
+        cells = (row["part"], row["model"], row["cut"], tokens, row["dtype"])
+        values = ("" if cell is None else str(cell) for cell in cells)
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["used"]))
         table.add_row(*map(Text, values), f"{row['bytes'] / 2**20:.1f} MiB", used, row["state"])
     if rows:
         console.print(table)
-    total = sum(row["bytes"] for row in rows) / 2**20
-    console.print(f"{folder}: {total:.1f} MiB" if rows else f"{folder} is empty", markup=False, soft_wrap=True)
+    total = f"{sum(row['bytes'] for row in rows) / 2**20:.1f} MiB" if rows else "the cache is empty"
+    console.print(f"{folder}: {total}", markup=False, soft_wrap=True)
 
 
 def print_recipes(console: Console, recipes: Iterable[Recipe]) -> None:

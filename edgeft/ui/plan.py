@@ -90,7 +90,8 @@ def lines(plan: dict[str, Any]) -> list[str]:
         f"how: {', '.join(execution)}; {engine}",
         f"rows: {rows['train']} for training, {format_count(rows['tokens'])} tokens, "
         f"{format_count(rows['tree_tokens'])} computed "
-        f"({rows['heldout']} held out; the longest row has {rows['longest']}{sampled}); "
+        f"({rows['heldout']} held out, up to {rows['scored']} scored at the end; "
+        f"the longest row has {rows['longest']}{sampled}); "
         f"{format_count(plan['trained_parameters'])} trained parameters",
         f"disk: {format_size(sum(disk.values()))} needed "
         f"({', '.join(f'{what} {format_size(bytes_)}' for what, bytes_ in disk.items() if bytes_)}); "

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgeft.config import TENSORS, format_duration, format_size
-from edgeft.report.words import METRICS, difference, figure, verdict
+from edgeft.report.words import METRICS, difference, figure, scored, verdict
 from edgeft.ui.console import one_line
 from edgeft.ui.listing import key_values
 
@@ -46,7 +46,7 @@ def print_scores(console: Console, result: dict[str, Any]) -> None:
 
 
 def _metrics(result: dict[str, Any]) -> Table:
-    table = Table(title=f"{result['rows']} held-out rows", title_justify="left")
+    table = Table(title=Text(scored(result)), title_justify="left")
     table.add_column("")
     names = [name for name in METRICS if name in result["tuned"]]
     for name in names:

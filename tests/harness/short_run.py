@@ -57,7 +57,7 @@ def import_everything() -> None:
     _announce(loop.Trainer, "_fit", "train")
     _announce(checkpoint, "write", "checkpoint")
     _announce(stages, "export", "export")
-    _announce(edgeft.evaluate.compare, "evaluate_files", "eval")
+    _announce(edgeft.evaluate.compare, "evaluate_run", "eval")
 
 
 def _announce(place: Any, attribute: str, name: str) -> None:
