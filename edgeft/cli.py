@@ -172,7 +172,7 @@ def show_plan(
 
 @command("search")
 def search_scheme(
-    recipe: RecipeOption = None,
+    recipe: Annotated[str | None, Option("--recipe", "-r", help="As for finetune. [default: sparse-search]")] = None,
     device: DeviceOption = None,
     model: ModelOption = None,
     data: DataOption = None,
@@ -195,7 +195,7 @@ def search_scheme(
 
     files = Files(output)
     before = files.start(resume)
-    options = Options(recipe, device, model, data, tuple(sets or ()))
+    options = Options(recipe or (None if before else "sparse-search"), device, model, data, tuple(sets or ()))
     chosen, profile = _resolve(options, no_network, before.recipe if before else None)
     budget = Budget.read(memory, time, measure, profile.budget_bytes, before.budget if before else None)
     number = seed if seed is not None else before.seed if before else 0

@@ -29,7 +29,18 @@ from edgeft.errors import ConfigError, ConfigWarning
 from edgeft.host.device import load_device
 from edgeft.run.folder import Run
 
-RECIPES = ["bias-norm", "cycle", "full", "lora", "qas-int8", "qlora", "sparse-bp", "sparse-rule", "tinytl"]
+RECIPES = [
+    "bias-norm",
+    "cycle",
+    "full",
+    "lora",
+    "qas-int8",
+    "qlora",
+    "sparse-bp",
+    "sparse-rule",
+    "sparse-search",
+    "tinytl",
+]
 DEVICES = ["jetson-orin-nano", "laptop-16gb", "laptop-8gb", "mac-m-series", "rpi4", "rpi5", "rpi5-16gb"]
 MACHINE = "ram_bytes: 1000\nbudget_bytes: 500\n"
 

@@ -95,7 +95,7 @@ def test_buffers_are_those_that_the_pool_gives_out(
 
 
 def test_passes_are_those_that_training_makes(model: Path) -> None:
-    recipe = config.apply_sets(config.load_recipe("sparse-bp"), ["train.batch_rows=4"])
+    recipe = config.apply_sets(config.load_recipe("sparse-search"), ["train.batch_rows=4"])
     shared = random_row(50, 0).ids
     rows = [
         dataclasses.replace(random_row(80, 5, n), ids=np.concatenate([shared, random_row(30, 5, n).ids]))
@@ -136,7 +136,7 @@ def test_how_is_chosen_to_fit_and_what_is_learned_stays(model: Path, name: str) 
 
 
 def test_the_fastest_option_that_fits_is_taken(model: Path) -> None:
-    asked = job(model, "sparse-bp")
+    asked = job(model, "sparse-search")
     peak = asked.peak(64 * GIB)
     chosen = fit.choose(asked, int(0.9 * peak))
     assert chosen is not None
@@ -151,7 +151,7 @@ def test_the_fastest_option_that_fits_is_taken(model: Path) -> None:
 
 
 def test_each_option_needs_less(model: Path) -> None:
-    base = job(model, "sparse-bp", "how.micro_batch_tokens=512")
+    base = job(model, "sparse-search", "how.micro_batch_tokens=512")
     how = base.recipe.how
     stages = memory.stages(base, GIB)
 
@@ -171,7 +171,7 @@ def test_each_option_needs_less(model: Path) -> None:
 
 
 def test_kernels_are_compiled_to_fit_where_time_alone_is_no_reason(model: Path) -> None:
-    recipe = config.apply_sets(config.load_recipe("sparse-bp"), ["train.steps=1"])
+    recipe = config.apply_sets(config.load_recipe("sparse-search"), ["train.steps=1"])
     shape, load_ = shape_of(str(model), "auto"), Workload([random_row(64, 8)], [random_row(64, 8, 1)], recipe)
     bare = dataclasses.replace(MACHINE, built=False)
     short = Job(recipe, shape, load_, bare)
@@ -205,7 +205,7 @@ def test_too_little_is_refused(model: Path, name: str) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["sparse-bp", "full", "lora", "qas-int8"])
+@pytest.mark.parametrize("name", ["sparse-search", "full", "lora", "qas-int8"])
 def test_what_is_proposed_was_tried(model: Path, name: str) -> None:
     asked = job(model, name, tokens=512)
     budget = int(0.85 * fit.least_memory(asked).peak(GIB))
@@ -236,7 +236,7 @@ def test_fit_shrinks_what_is_learned_and_says_so(model: Path) -> None:
 
 
 def test_parts_are_thinned_out(model: Path) -> None:
-    asked = job(model, "sparse-bp")
+    asked = job(model, "sparse-search")
     parts = [config.PartConfig("3-9", ["q", "v"], 1.0), config.PartConfig("10-19", ["down"], 0.25, biases=True)]
     asked = Job(
         dataclasses.replace(asked.recipe, update=dataclasses.replace(asked.recipe.update, parts=parts)),
@@ -268,7 +268,7 @@ def test_time_follows_work_and_rates(model: Path) -> None:
 
 def test_a_search_takes_its_time_where_it_pays(model: Path) -> None:
     """A short run is not searched for, and a recipe that knows what it trains neither."""
-    searched, rule = job(model, "sparse-bp", "train.epochs=60"), job(model, "sparse-rule", "train.epochs=60")
+    searched, rule = job(model, "sparse-search", "train.epochs=60"), job(model, "sparse-rule", "train.epochs=60")
     assert searched.peak(GIB) == rule.peak(GIB)
     took = searched.clock().stages()
     assert took["search"] > 1.0
@@ -276,7 +276,7 @@ def test_a_search_takes_its_time_where_it_pays(model: Path) -> None:
     _, plan = fit.make(searched, 64 * GIB)
     assert plan["search_seconds"] == pytest.approx(took["search"], abs=0.1)
     assert any("search: runs before training" in line for line in plan_lines(plan))
-    short = fit.make(job(model, "sparse-bp", "train.steps=1"), 64 * GIB)[1]
+    short = fit.make(job(model, "sparse-search", "train.steps=1"), 64 * GIB)[1]
     assert short["search_seconds"] == 0
     assert not any("found first" in line for line in plan_lines(short))
     assert "search" not in rule.clock().stages()
@@ -359,7 +359,7 @@ def test_planning_imports_no_torch(model: Path, tmp_path: Path) -> None:
     script = (
         "import sys; from edgeft.config import apply_sets, load_recipe; from edgeft.host.device import load_device; "
         "from edgeft.pipeline.prepare import plan_of; profile = load_device('auto'); "
-        "recipe = apply_sets(load_recipe('sparse-bp'), ['data.path=' + sys.argv[1]]); "
+        "recipe = apply_sets(load_recipe('sparse-search'), ['data.path=' + sys.argv[1]]); "
         "plan = plan_of(recipe, profile, 8 << 30); "
         "print('torch' in sys.modules, 'transformers' in sys.modules, plan['peak_bytes'])"
     )
@@ -400,8 +400,9 @@ def test_sizes() -> None:
     ("recipe", "sets"),
     [
         ("sparse-bp", []),
-        ("sparse-bp", ["how.recompute=true"]),
-        ("sparse-bp", ["how.spare_memory=true", "how.optimizer_state=8bit"]),
+        ("sparse-search", []),
+        ("sparse-search", ["how.recompute=true"]),
+        ("sparse-search", ["how.spare_memory=true", "how.optimizer_state=8bit"]),
         ("bias-norm", []),
         ("lora", []),
         ("qlora", []),

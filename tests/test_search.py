@@ -188,7 +188,7 @@ def test_candidates_begin_with_the_best_and_the_worst() -> None:
 
 def test_costs_of_parts_add_up_to_the_plan(model: Path) -> None:
     """Of any scheme, to two per cent of memory and six of time."""
-    recipe, shape = config.load_recipe("sparse-bp"), plan.shape_of(str(model), "auto")
+    recipe, shape = config.load_recipe("sparse-search"), plan.shape_of(str(model), "auto")
     machine = Machine("this", Rates(1e11, 0.0, 1e10, 1.5e8, ""), True, 2, False, True, True)
     load_ = Workload(rows(64), rows(16, seed=1), recipe)
     costs = Costs(Job(recipe, shape, load_, machine, EngineSpec(True, False, 2)))
@@ -249,7 +249,7 @@ SETS += ["how.products=fp32"]
 
 
 def recipe_for(tiny: Path, data: Path, *sets: str) -> config.Recipe:
-    recipe = config.load_recipe("sparse-bp")
+    recipe = config.load_recipe("sparse-search")
     return config.apply_sets(recipe, [f"model.path={tiny}", f"data.path={data}", *SETS, "train.epochs=200", *sets])
 
 
@@ -374,7 +374,21 @@ def test_killed_and_resumed(tiny: Path, data: Path, tmp_path: Path, edgeft: Edge
 
 def auto_call(tiny: Path, data: Path, folder: Path, epochs: int) -> list[Any]:
     sets = [part for s in (f"train.epochs={epochs}", *SETS) for part in ("--set", s)]
-    return ["finetune", "--model", tiny, "--data", data, "--out", folder, *sets, "--until", "train", "--json"]
+    return [
+        "finetune",
+        "--recipe",
+        "sparse-search",
+        "--model",
+        tiny,
+        "--data",
+        data,
+        "--out",
+        folder,
+        *sets,
+        "--until",
+        "train",
+        "--json",
+    ]
 
 
 @pytest.mark.slow

@@ -146,6 +146,12 @@ class TrainConfig:
         choices=("grouped", "shuffled"),
     )
     validations: int = knob(4, "held-out loss evaluations in a run; the best checkpoint is kept", low=1, high=10000)
+    validation_share: float = knob(
+        0.1,
+        "work of all held-out loss evaluations, as a share of training's: the first held-out rows that stay within it, "
+        "at least 32, are used; 0 = all of them",
+        low=0.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -209,8 +215,8 @@ class ExecutionConfig:
     )
     keep_checkpoints: int = knob(
         1,
-        "complete checkpoints beside the one being written, the best among them; with 1, a run killed in a write resumes "
-        "from the best",
+        "complete checkpoints beside the one being written, the best among them; with 1, a run killed in a write "
+        "resumes from the best",
         low=1,
     )
     keep_data: bool = knob(

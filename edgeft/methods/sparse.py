@@ -121,14 +121,34 @@ class _Sketch:
         draw = torch.Generator().manual_seed(layer.out_features)
         self.omega = torch.randn(layer.out_features, count, generator=draw)  # (O, k)
         self.total = torch.zeros(count, layer.in_features)
+        self.squares = torch.zeros(layer.in_features)  # of inputs, summed over tokens
+        self.tokens, self.output = 0, 0.0  # output: root mean square of y in the first pass
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         self.total += ((dy @ self.omega.to(dy.dtype)).T @ x).float()
+        x = x.float()
+        self.squares += x.square().sum(0)
+        self.tokens += len(x)
+        self.output = self.output or float((x @ weight_of(self.layer.base).T).square().mean().sqrt())
 
     def choose(self) -> None:
+        """x Aᵀ has about unit variance and is multiplied with the layer's output size: a step of Adam then changes the
+        output by about √r · rate of itself, in every layer and model. Directions count by the roots of their singular
+        values, of the first 1: what is mostly noise must not move as far as what carries the gradient."""
         import torch
 
-        self.layer.down.copy_(torch.linalg.svd(self.total, full_matrices=False).Vh[: len(self.layer.down)])
+        if not torch.isfinite(self.total).all():
+            return  # random ones stay; a step with such gradients is skipped, too
+        count, mean = len(self.layer.down), self.squares / max(1, self.tokens)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # with several, LAPACK's last bits depend on the machine's load
+        total = self.total.double()
+        squares, left = torch.linalg.eigh(total @ total.T)  # (k, k); ascending
+        sizes = squares.flip(0)[:count].clamp(min=1e-30).sqrt().float()[:, None]
+        rows = torch.nn.functional.normalize((left.flip(1)[:, :count].T @ total).float())
+        rows /= (rows.square() @ mean).sqrt().clamp_(min=1e-6)[:, None]
+        self.layer.down.copy_(rows * (sizes / sizes[0]).sqrt() * self.output)
+        torch.set_num_threads(threads)
 
 
 def largest(sizes: torch.Tensor, count: int) -> torch.Tensor:

@@ -51,7 +51,9 @@ def train(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> Non
     )
     run.log(SchemeEvent(scheme.cut, list(scheme.blocks), trained))
     trainer = Trainer(run, stack, scheme, parameters, (rows, heldout), progress)
-    progress.line(f"{trainer.schedule.steps} steps, peak learning rate {trainer.schedule.peak:.2g}")
+    schedule = trainer.schedule
+    peak = schedule.low_rank_peak if trainer.main.endswith(".up") else schedule.peak
+    progress.line(f"{schedule.steps} steps, peak learning rate {peak:.2g}")
     job = trainer.trunk_job(model_id(source))
     shape = plan.shape_of(source, resolved.recipe.model.frozen)
     check_space([*disk_needs(run, shape, scheme), *trunk.missing(run, job)])

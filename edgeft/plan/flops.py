@@ -20,6 +20,7 @@ SAMPLE_TOKENS, HELDOUT_TOKENS = 6144, 3072
 PART_TOKENS = 384  # of one pass: a trial with a low cut saves activations of all blocks above it
 WARM_STEPS = 16  # on biases and norms, before gradients are measured
 STEP_PARTS = 2  # parts of the sample in one step
+MIN_VALIDATION_ROWS = 32
 WITHOUT_GRADIENT = 2  # micro-batches may be this much larger where no activation is saved for a backward pass
 ATTENTION_BACK = 2.5  # GEMMs of the backward pass over those of the forward pass: five to two
 
@@ -131,6 +132,13 @@ class Schedule:
         share = (step - warm) / max(1, self.steps - warm)
         low = self.train.final_lr
         return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+
+    def validation_rows(self, heldout: int) -> int:
+        """Held-out rows whose loss is taken; a training row costs a forward and about two in the backward pass."""
+        if not self.train.validation_share:
+            return heldout
+        work = self.train.validation_share * 3 * self.passes * self.rows
+        return min(heldout, max(MIN_VALIDATION_ROWS, int(work / (1 + min(self.train.validations, self.steps)))))
 
     def validate_after(self) -> set[int]:
         """Finished steps after which the held-out loss is measured; the last step is one of them."""

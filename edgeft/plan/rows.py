@@ -45,16 +45,19 @@ class Workload:
         train, heldout = list(train[:SAMPLE_ROWS]), list(heldout[:SAMPLE_ROWS])
         self.sample = train, heldout
         self.sampled = len(train) < self.train_rows or len(heldout) < self.heldout_rows
-        self.forest = Forest([*train, *heldout], share=recipe.how.tree)
-        self.rows, self.held = range(len(train)), range(len(train), len(train) + len(heldout))
+        schedule = Schedule(self.train_rows, recipe.train)
+        self.validation_rows = schedule.validation_rows(self.heldout_rows)
+        held = heldout[: self.validation_rows]
+        self.forest = Forest([*train, *held], share=recipe.how.tree)
+        self.rows, self.held = range(len(train)), range(len(train), len(train) + len(held))
         self.scale = self.train_rows / max(1, len(train))
-        self.held_scale = self.heldout_rows / max(1, len(heldout))
+        self.held_scale = self.validation_rows / max(1, len(held))
         self.longest = max((len(row.ids) for row in (*train, *heldout)), default=1)
         self.row_tokens = int(self.scale * sum(len(row.ids) for row in train))
-        self.steps = Schedule(self.train_rows, recipe.train).steps
+        self.steps = schedule.steps
         self.answer_tokens = int(np.mean([row.trained.sum() for row in heldout])) if heldout else 0
-        self.held_tokens = int(self.held_scale * sum(len(row.ids) for row in heldout))
-        rows = self.train_rows + self.heldout_rows
+        self.held_tokens = int(self.heldout_rows / max(1, len(heldout)) * sum(len(row.ids) for row in heldout))
+        rows = self.train_rows + self.validation_rows
         self.tree_tokens = int(len(self.forest) * rows / max(1, len(self.rows) + len(self.held)))  # of the trunk
         self.train_tree_tokens = int(self.scale * len(self.forest.nodes(self.rows))) if train else 0
         self.unique_tokens = len(np.unique(self.forest.tokens))

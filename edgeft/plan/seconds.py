@@ -188,7 +188,7 @@ class Clock:
 
     def _trunk_stage(self) -> float:
         load, how = self.load, self.recipe.how
-        rows = (load.train_rows + load.heldout_rows) / max(1, len(load.rows) + len(load.held))
+        rows = (load.train_rows + load.validation_rows) / max(1, len(load.rows) + len(load.held))
         seconds = rows * self.trunk(load.trunk(how.micro_batch_tokens))
         cache, _, between = trunk_bytes(self.spec)
         return seconds + self._add("disk", self.rates.to_disk(cache + 2 * between))  # each block reads it again
@@ -233,7 +233,10 @@ class Clock:
         shape, load = self.shape, self.load
         weights = shape.depth * shape.block_parameters
         tokens = min(VERIFY_ROWS, load.heldout_rows or VERIFY_ROWS) * load.longest
-        seconds = self.trained / PACK_VALUES + self._add("disk", self.rates.to_disk(self.spec.exported_bytes))
+        packed = [shape.linear(tensor) for _, tensor in self.scheme.updates]
+        seconds = sum(rows * cols for rows, cols in packed) / PACK_VALUES + self._add(
+            "disk", self.rates.to_disk(self.spec.exported_bytes)
+        )
         seconds += 2.0 * weights * tokens / self.rates.fp32 * (1 / PRODUCTS + 1 / LLAMA)
         return seconds + weights * WEIGHT_BYTES / self.rates.copy
 

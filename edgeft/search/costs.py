@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -66,17 +65,8 @@ class Costs:
 
     def problem(self, budget: Floats) -> Problem:
         """The costs; gains are 0."""
-        depth, requested = self.shape.depth, self.options[0]
-        tables: dict[tuple[int, bool], list[Floats]] = {}
-        by_option: list[list[Floats]] = []
-        for how in self.options:
-            passes = (how.micro_batch_tokens, how.recompute)
-            if passes not in tables:
-                tables[passes] = self._tables(replace(how, optimizer_state=requested.optimizer_state))
-            moments, requested_moments = (memory.state_bytes(replace(self.job.recipe, how=h)) for h in (how, requested))
-            factor = moments / (requested_moments or 1)
-            weights = np.array([[1.0, factor, 0.0], [0.0, 0.0, 1.0]])  # (bytes, moments, seconds) → (bytes, seconds)
-            by_option.append([table @ weights.T for table in tables[passes]])
+        depth, weights = self.shape.depth, np.array([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])  # `_parts` → (bytes, seconds)
+        by_option = [[table @ weights.T for table in self._tables(how)] for how in self.options]
         fixed, biases, *cost = (np.stack(table) for table in zip(*by_option, strict=True))
         no_gain = np.zeros((depth, len(TENSORS), len(SHARES)))
         return Problem(no_gain, no_gain[:, 0, 0], fixed, GROUPS, tuple(cost), biases, budget)

@@ -82,7 +82,7 @@ def build_problem(
     if not methods.get(recipe.update.method).partial:
         raise ConfigError(
             f"search works with `update.method: sparse`; this recipe has `{recipe.update.method}`",
-            "search from `--recipe sparse-bp`",
+            "search from `--recipe sparse-search`",
         )
     source = model_source(recipe.model.path)
     shape = plan.shape_of(source, recipe.model.frozen)

@@ -22,6 +22,7 @@ from torch import nn
 from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
 from edgeft.engine.limits import padded
+from edgeft.engine.optimizer import is_bias_or_norm
 from edgeft.engine.stack import Batch, Stack, batch_of
 from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
 from edgeft.host.files import disk_size
@@ -65,17 +66,16 @@ class Trainer:
         stack.configure(recompute=scheme.recompute(how.recompute))
         if scheme.frugal and self.backend.runs_blocks:
             self.memory.map_large_buffers()  # autograd's own sums, outside the pool, left 100 to 200 MiB of holes
+        self.schedule = Schedule(len(train), self.recipe.train, stack.width)
+        heldout = heldout[: self.schedule.validation_rows(len(heldout))]
         self.forest = Forest(train + heldout, share=how.tree)
         self.rows = list(range(len(train)))
         self.heldout = list(range(len(train), len(train) + len(heldout)))
-        self.schedule = Schedule(len(train), self.recipe.train, stack.width)
         self.rotation = Rotation(scheme, self.recipe.train.seed)
         self.optimizer = scheme.method.optimizer(stack, parameters, self.recipe)
         self.shape = shape_of_config(stack.arch, stack.config)
-        self.step = 0
-        self.best_loss = math.inf
-        self.best_step = 0
-        self.base_loss = math.nan
+        self.step = self.best_step = 0
+        self.best_loss, self.base_loss = math.inf, math.nan
         self.trained_s = 0.0  # of all processes of this run
         self.checkpoint_s = 0.0  # spent writing checkpoints in this process
         self.save_s, self.save_bytes = 0.0, 0  # of the last checkpoint
@@ -86,8 +86,7 @@ class Trainer:
         self.began = time.monotonic()
         self.governor = Governor(run, progress)  # `fit` makes one that handles stop requests
         self.trunk = trunk.Trunk(stack, scheme.cut, None)  # `fit` opens the cache
-        self._epoch = -1  # of `_order`
-        self._order: list[int] = []
+        self._epoch, self._order = -1, list[int]()  # rows of an epoch, in their order
         self.process = psutil.Process()
         longest = max(map(len, self.forest.paths))
         # no reference to self: a cycle would keep an unused trainer alive, and with it the lock of its run
@@ -95,6 +94,11 @@ class Trainer:
         rss, resize = lambda: int(process.memory_info().rss), lambda tokens: pool.resize(padded(tokens))
         self.watch = Watch(run, progress, longest, rss, resize)
         self.remaining = Remaining(run.read_json(run.plan) or {}, self.schedule.steps)
+
+    @property
+    def main(self) -> str:
+        """The parameter whose learning rate is shown: a bias or norm only where nothing else is trained."""
+        return min(self.parameters, key=is_bias_or_norm)
 
     def _choose_channels(self) -> None:
         """`update.choose: gradient`: a backward pass over a few rows, one at a time, whatever the micro-batches."""
@@ -221,7 +225,7 @@ class Trainer:
         checkpoint.delete(self.run.best)  # of an attempt whose checkpoints are lost
         self._choose_channels()
         begin = self.governor.worked_s()
-        of = f"{len(self.rows)} rows" + (", bf16" if self.stack.options.bf16 else "")
+        of = f"{len(self.rows)} rows, {len(self.heldout)} held out" + (", bf16" if self.stack.options.bf16 else "")
         of += self.scheme.method.base_note
         self.base_loss = self.trunk.cached_value("base_loss", of, self.heldout_loss)
         self.run.log(events.ValidationEvent(0, self.base_loss, round(self.governor.worked_s() - begin, 3)))
@@ -231,9 +235,8 @@ class Trainer:
     def _train_step(self, stopping: Callable[[], bool]) -> bool:
         """One optimiser step; False: it was skipped, or is repeated in smaller micro-batches."""
         begin = self.governor.worked_s()
-        lr = self.schedule.lr(self.step) * self.guard.rate
-        others = self.schedule.bias_lr(self.step), self.schedule.low_rank_lr(self.step)
-        self.optimizer.set_rate(lr, *(rate * self.guard.rate for rate in others))
+        rates = (self.schedule.lr, self.schedule.bias_lr, self.schedule.low_rank_lr)
+        self.optimizer.set_rate(*(rate(self.step) * self.guard.rate for rate in rates))
         self.rotation.advance(self.step, self.parameters, self.optimizer)
         try:
             totals = self.backward(self.step_rows(self.step), stopping)
@@ -254,8 +257,8 @@ class Trainer:
         rss = self.process.memory_info().rss
         self.run.log(
             events.StepEvent(
-                self.step, totals.loss, lr, norm, totals.tokens, totals.flops, round(seconds, 4), rss,
-                self.watch.planned_bytes, self._remaining_s(seconds),
+                self.step, totals.loss, self.optimizer.rate(self.main), norm, totals.tokens, totals.flops,
+                round(seconds, 4), rss, self.watch.planned_bytes, self._remaining_s(seconds),
             )
         )  # fmt: skip
         note = f"loss {totals.loss:.3f} · {totals.tokens / seconds:.0f} tokens/s · {rss / 2**30:.2f} GiB"

@@ -188,6 +188,7 @@ class Bench:
         folder, args = self.work / "edgeft", self.args
         values = {
             **self.data_sets, "train.epochs": args.epochs, "train.validations": args.validations,
+            "train.validation_share": 0,  # all held-out rows, as the peers
             "how.nice": 0,
             "how.trunk_place": "run",  # the trunk pass is on the clock: none from an earlier run
         }  # fmt: skip

@@ -47,10 +47,11 @@ SGD = ["train.optimizer=sgd", "train.lr=0.1"]
 METHODS: dict[str, Method] = {
     "last-k": Method("sparse-rule"),
     "sparse-bp": Method(),
+    "sparse-search": Method("sparse-search"),
     "sparse-rule": Method("sparse-rule"),
-    "searched": Method(),
+    "searched": Method("sparse-search"),
     "lora": Method("lora"),
-    "equal-time": Method(),
+    "equal-time": Method("sparse-search"),
     "bias-norm": Method("bias-norm"),
     "tinytl": Method("tinytl"),
     "qas-int8": Method("qas-int8"),

@@ -32,7 +32,7 @@ class Lines(Progress):
 
 def start(folder: Path, data: Path, *sets: str, resume: bool = False) -> Run:
     """A run on these rows; of the model beside them, where there is one (the fixture `three_blocks`)."""
-    recipe = config.load_recipe("sparse-bp")
+    recipe = config.load_recipe("sparse-search")
     cut = data.with_name("model.gguf")
     quick = [f"model.path={cut}", *THREE_BLOCKS] if cut.exists() else WHOLE_MODEL
     return Run.start(folder, config.apply_sets(recipe, [f"data.path={data}", *quick, *sets]), resume)
