@@ -386,7 +386,7 @@ class Trainer:
         moments, numbers = self.optimizer.state()
         tensors: dict[str, torch.Tensor] = {**self.stored, **moments}
         state = {
-            "optimizer": numbers,
+            "optimizer": dict(sorted(numbers.items())),  # a resumed run writes the same bytes
             "step": self.step,
             "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
             "best_step": self.best_step,
