@@ -141,7 +141,7 @@ class _Sketch:
             return  # random ones stay; a step with such gradients is skipped, too
         count, mean = len(self.layer.down), self.squares / max(1, self.tokens)
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # with several, LAPACK's last bits depend on the machine's load
+        torch.set_num_threads(1)  # small, and the same bits for any number of threads
         total = self.total.double()
         squares, left = torch.linalg.eigh(total @ total.T)  # (k, k); ascending
         sizes = squares.flip(0)[:count].clamp(min=1e-30).sqrt().float()[:, None]

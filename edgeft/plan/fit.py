@@ -219,6 +219,8 @@ def reductions(job: Job) -> Iterator[Reduction]:
             axes["update.tensors"] = _tensor_options(update.tensors)
         if job.scheme.method.ranked:
             axes["update.rank"] = [rank for rank in (8, 4, 2) if rank < update.rank]
+        elif update.low_rank:
+            axes["update.low_rank"] = [rank for rank in (8, 4) if rank < update.low_rank]
         elif update.weights:
             axes["update.channels"] = [share for share in CHANNELS if share < update.channels]
     candidates: list[tuple[int, int, Reduction]] = []
