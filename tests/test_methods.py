@@ -36,10 +36,10 @@ from edgeft.methods.int8 import Int8Optimizer
 from edgeft.methods.layer import checkpoint_tensors, trained_linears
 from edgeft.methods.sparse import largest
 from edgeft.pipeline import stages
+from edgeft.plan.flops import choosing_rows
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import build, checkpoint
-from edgeft.train.loop import CHOOSING_ROWS
 from tests.support.models import random_hf, reference
 from tests.support.rows import FOREST_ROWS as ROWS
 
@@ -577,8 +577,10 @@ def test_channels_are_chosen_by_gradients_once(three_blocks: Path, tmp_path: Pat
     parameters = schemes.apply(stack, whole, 0)
     forest = Forest(rows)
     sizes = {name: torch.zeros(p.shape[1]) for name, p in parameters.items()}
-    for row in epoch_order(forest, range(len(rows)), 0, 0, grouped=False)[:CHOOSING_ROWS]:
-        _, one = batch_of(forest, [row])
+    order = epoch_order(forest, range(len(rows)), 0, 0, grouped=False)
+    assert choosing_rows([len(rows[row].ids) for row in order]) == len(order)  # there are few
+    for part in forest.micro_batches(order, run.effective.how.micro_batch_tokens // 2):
+        _, one = batch_of(forest, part)
         stack.head.loss(stack.top(stack.trunk(one, 1), one, 1), one.targets).backward()  # type: ignore[no-untyped-call]
         for name, p in parameters.items():
             assert p.grad is not None

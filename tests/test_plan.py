@@ -45,6 +45,15 @@ def job(model: Path, name: str, *sets: str, tokens: int = 256, rows: int = 32) -
     return Job(recipe, shape_of(str(model), recipe.model.frozen), Workload(encoded[4:], encoded[:4], recipe), MACHINE)
 
 
+def test_a_large_model_is_planned_with_its_upper_half(model: Path) -> None:
+    small = job(model, "sparse-bp")
+    large = Job(
+        config.load_recipe("sparse-bp"), dataclasses.replace(small.shape, ffn=40_000), small.load, small.machine
+    )
+    assert (small.scheme.cut, small.recipe.update.blocks) == (3, "3-29")
+    assert (large.scheme.cut, large.recipe.update.blocks) == (11, "11-29")
+
+
 # ---------------------------------------------------------------- what is counted is what is held
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from edgeft import arch
-from edgeft.config import TENSORS, UpdateConfig, build
+from edgeft import arch, config
+from edgeft.config import TENSORS, PartConfig, UpdateConfig, build
 from edgeft.engine.load import load
 from edgeft.errors import ConfigError
 from edgeft.methods import scheme
 from edgeft.methods.base import channel_count, weight_of
+from edgeft.pipeline import stages
+from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,26 @@ def test_blocks_that_cannot_be(spec: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         scheme.parse_blocks(spec, 10)
     assert caught.value.hint == scheme.BLOCKS_HINT
+
+
+def test_blocks_by_size() -> None:
+    parts = [PartConfig(blocks="by size"), PartConfig(blocks=[1])]
+    update = UpdateConfig(blocks="by size", parts=parts)
+    small, large = (scheme.with_blocks(update, 20, weights) for weights in (scheme.LARGE - 1, scheme.LARGE))
+    assert (small.blocks, large.blocks) == ("2-19", "7-19")
+    assert [part.blocks for part in large.parts] == ["7-19", [1]]
+    explicit = UpdateConfig(blocks="3-4")
+    assert scheme.with_blocks(explicit, 20, scheme.LARGE) == explicit
+
+
+def test_a_run_records_the_blocks_that_it_trains_by_size(three_blocks: Path, tmp_path: Path) -> None:
+    sets = ["train.steps=1", "train.batch_rows=2", "how.compile=off", "how.trunk_place=run", "how.threads=1"]
+    files = [f"data.path={three_blocks}", f"model.path={three_blocks.with_name('model.gguf')}"]
+    run = Run.start(tmp_path / "run", config.apply_sets(config.load_recipe("sparse-bp"), [*files, *sets]), False)
+    stages.train(run, Progress())
+    assert run.recipe.update.blocks == "by size"
+    assert run.effective.update.blocks == "0-2"  # of three blocks
+    assert "size" in json.loads(run.record.read_text())["update_why"]
 
 
 def test_biases_only_where_llama_cpp_reads_them() -> None:

@@ -75,7 +75,8 @@ class UpdateConfig:
     )
     blocks: Any = knob(
         "10%-67%",
-        "6 = top six; '11-19'; [3, 7]; '10%-67%' of the depth; 'all'; 'auto': blocks, tensors, channels and biases "
+        "6 = top six; '11-19'; [3, 7]; '10%-67%' of the depth; 'all'; 'by size': '10%-100%', or '37%-100%' of a model "
+        "with 500 M weights or more in its blocks; 'auto': blocks, tensors, channels and biases "
         "are searched on a sample of the rows before training, at no more memory and time than '10%-67%' needs; if "
         "training is shorter than the search, '10%-67%' is used",
     )
@@ -122,14 +123,15 @@ class TrainConfig:
     batch_rows: int = knob(16, "rows per optimiser step", low=1)
     lr: float = knob(2e-4, "peak learning rate", low=0.0)
     lr_width: int = knob(
-        0, "model width that lr was tuned for: other widths use lr × lr_width / width; 0 = lr unscaled", low=0
+        0,
+        "model width that rates were tuned for: other widths use lr × lr_width / width, and low_rank_lr × the root of "
+        "that; 0 = unscaled",
+        low=0,
     )
     bias_lr: float = knob(
         0.0, "peak learning rate of biases and norms, not scaled by width; 0 = the same as the weights", low=0.0
     )
-    low_rank_lr: float = knob(
-        0.0, "peak learning rate of low-rank updates, not scaled by width; 0 = the same as the weights", low=0.0
-    )
+    low_rank_lr: float = knob(0.0, "peak learning rate of low-rank updates; 0 = the same as the weights", low=0.0)
     warmup: float = knob(0.05, "share of the steps in which the learning rate rises linearly", low=0.0, high=1.0)
     final_lr: float = knob(0.05, "final learning rate, as a share of the peak", low=0.0, high=1.0)
     optimizer: str = knob("adamw", "adamw, or sgd with momentum", choices=("adamw", "sgd"))

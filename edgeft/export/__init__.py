@@ -77,7 +77,7 @@ def _reference(job: Job) -> Reference:
     from edgeft.data import tokens
     from edgeft.export.verify import Reference
     from edgeft.formats.tokenizer import open_tokenizer
-    from edgeft.plan.memory import VERIFY_ROWS
+    from edgeft.plan.limits import VERIFY_ROWS
     from edgeft.train.build import use_threads
 
     run = job.run

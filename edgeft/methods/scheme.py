@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from edgeft.engine.stack import Stack
 
 BLOCKS_HINT = (
-    "`6` is the top six, `11-19` a range, `[3, 7]` single ones, `37%-67%` a share of the depth, `all` or `auto`"
+    "`6` is the top six, `11-19` a range, `[3, 7]` single ones, `37%-67%` a share of the depth, `all`, `by size` or "
+    "`auto`"
 )
+BY_SIZE = "by size"
+LARGE = 500_000_000  # weights of all blocks: from here on the lower third of the depth stays frozen (recipes/sparse-bp)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,12 @@ class Scheme:
         if self.frugal and (requested or all(self.method.traits_of(one).selective for one in self.updates.values())):
             return "selective"
         return "full" if requested else "none"
+
+    @property
+    def chooses(self) -> bool:
+        """Gradients of a few rows choose channels or directions before training."""
+        parts = any(update.rank or update.share < 1 for update in self.updates.values())
+        return self.method.partial and self.choose == "gradient" and parts
 
     @cached_property
     def replaced(self) -> frozenset[tuple[int, str]]:
@@ -119,6 +128,14 @@ def _one(item: Any, depth: int, single: bool) -> range:
     if first > last or last >= depth:
         raise ConfigError(f"`update.blocks` is {text!r}, and the model has blocks 0 to {depth - 1}", BLOCKS_HINT)
     return range(first, last + 1)
+
+
+def with_blocks(update: UpdateConfig, depth: int, weights: int) -> UpdateConfig:
+    """With block numbers in place of `by size`. weights: of all blocks together."""
+    blocks = parse_blocks("37%-100%" if weights >= LARGE else "10%-100%", depth)
+    numbers = f"{blocks[0]}-{blocks[-1]}"
+    parts = [replace(part, blocks=numbers if part.blocks == BY_SIZE else part.blocks) for part in update.parts]
+    return replace(update, blocks=numbers if update.blocks == BY_SIZE else update.blocks, parts=parts)
 
 
 def make(update: UpdateConfig, depth: int, arch: Architecture) -> Scheme:

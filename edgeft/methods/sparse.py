@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from edgeft.engine.stack import Stack
     from edgeft.methods.scheme import Scheme
 
+OUTPUT_TOKENS = 64  # on which the size of a layer's output is measured
 OVERSAMPLED = 2  # random directions of the gradient's sketch, as a multiple of the rank
 
 
@@ -80,7 +81,7 @@ class Sparse(Method):
         from edgeft.methods.layer import trained_linears
 
         layers: list[Any] = list(trained_linears(stack).values())
-        if scheme.choose != "gradient" or not layers:
+        if not scheme.chooses or not layers:
             return False
         observers = [_Sketch(layer) if hasattr(layer, "up") else _Squares(layer) for layer in layers]
         for layer, observer in zip(layers, observers, strict=True):
@@ -129,7 +130,9 @@ class _Sketch:
         x = x.float()
         self.squares += x.square().sum(0)
         self.tokens += len(x)
-        self.output = self.output or float((x @ weight_of(self.layer.base).T).square().mean().sqrt())
+        if not self.output:
+            some = x[:: max(1, len(x) // OUTPUT_TOKENS)]
+            self.output = float((some @ weight_of(self.layer.base).T).square().mean().sqrt())
 
     def choose(self) -> None:
         """x Aᵀ has about unit variance and is multiplied with the layer's output size: a step of Adam then changes the

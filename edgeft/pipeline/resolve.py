@@ -41,9 +41,14 @@ def _is_for(record: Resolved, asked: Recipe, allowed: Allowance) -> bool:
 def _decide(
     run: Run, sides: Sides, allowed: Allowance, progress: Progress, before: Resolved | None
 ) -> tuple[Resolved, Engine]:
+    from edgeft.methods import scheme as schemes
     from edgeft.search.problem import FOUND, apply_search
 
     recipe, update_why = apply_search(run, run.fitted)
+    shape = plan.shape_of(model_source(recipe.model.path), recipe.model.frozen)
+    by_size = schemes.with_blocks(recipe.update, shape.depth, shape.weights)
+    if by_size != recipe.update:
+        recipe, update_why = replace(recipe, update=by_size), "blocks by the model's size"
     if before is not None:
         recipe = replace(recipe, update=before.recipe.update, model=before.recipe.model)
         update_why = before.update_why

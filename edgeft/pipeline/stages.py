@@ -83,7 +83,8 @@ def _check_scheme_and_disk(run: Run, source: str) -> None:
     from edgeft.plan.disk import disk_needs
 
     shape = plan.shape_of(source, run.recipe.model.frozen)
-    check_space(disk_needs(run, shape, scheme.make(run.recipe.update, shape.depth, shape.arch)))
+    update = scheme.with_blocks(run.recipe.update, shape.depth, shape.weights)
+    check_space(disk_needs(run, shape, scheme.make(update, shape.depth, shape.arch)))
 
 
 def do_stage(run: Run, name: str, progress: Progress, allowed: Allowance = Allowance()) -> None:

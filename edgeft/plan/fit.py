@@ -71,6 +71,7 @@ class Job(RunSpec):
         self, recipe: Recipe, shape: Shape, load: Workload, machine: Machine, engine: EngineSpec | None = None
     ) -> None:
         """engine: of a run that already has one."""
+        recipe = replace(recipe, update=schemes.with_blocks(recipe.update, shape.depth, shape.weights))
         self.recipe, self.shape, self.load, self.machine = recipe, shape, load, machine
         self.scheme = schemes.make(recipe.update, shape.depth, shape.arch)
         self.engine = engine or self._engine()

@@ -6,7 +6,9 @@ FLOPs are those of an ideal engine: GEMMs only, a multiply-add counts as two, wi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from edgeft.config import TrainConfig
@@ -21,6 +23,8 @@ PART_TOKENS = 384  # of one pass: a trial with a low cut saves activations of al
 WARM_STEPS = 16  # on biases and norms, before gradients are measured
 STEP_PARTS = 2  # parts of the sample in one step
 MIN_VALIDATION_ROWS = 32
+# Rows whose gradients choose channels or directions: until they have this many tokens
+CHOOSING_ROWS, MIN_CHOOSING_ROWS, CHOOSING_TOKENS = 16, 4, 1536
 WITHOUT_GRADIENT = 2  # micro-batches may be this much larger where no activation is saved for a backward pass
 ATTENTION_BACK = 2.5  # GEMMs of the backward pass over those of the forward pass: five to two
 
@@ -77,6 +81,12 @@ def search_pays(train_tokens: int, heldout_tokens: int, epochs: float) -> bool:
     return 3 * train_tokens * epochs > search_tokens(train_tokens, heldout_tokens)
 
 
+def choosing_rows(tokens: Sequence[int]) -> int:
+    """Of rows of these lengths, how many are looked at before training, where gradients choose what is trained."""
+    few = sum(total < CHOOSING_TOKENS for total in accumulate(tokens[:CHOOSING_ROWS]))
+    return min(len(tokens), CHOOSING_ROWS, max(MIN_CHOOSING_ROWS, few + 1))
+
+
 @dataclass
 class Schedule:
     """Steps and learning rates of a run."""
@@ -98,8 +108,11 @@ class Schedule:
 
     @property
     def low_rank_peak(self) -> float:
-        """Of low-rank updates: their factor A has unit rows at any width."""
-        return self.train.low_rank_lr or self.peak
+        """Of low-rank updates, which change outputs by a share of their size: the best share falls more slowly."""
+        if not self.train.low_rank_lr:
+            return self.peak
+        scaled = self.train.lr_width and self.width
+        return self.train.low_rank_lr * (math.sqrt(self.train.lr_width / self.width) if scaled else 1.0)
 
     @property
     def per_epoch(self) -> int:

@@ -12,3 +12,4 @@ BATCH_TOKENS = 1024  # tokens per batch in the trainer; shared prefixes count on
 TARGETS = 32  # positions compared per row, spread evenly: 32 x 150,000 logits are 20 MB
 SCORED_TOKENS = 2048  # in one pass, as in evaluate/stack_scorer.py
 EVAL_MIN_ROWS = 24  # scored at the end of a run whatever the time limit: fewer decide little
+VERIFY_ROWS = 12  # held-out rows on which an exported file is verified

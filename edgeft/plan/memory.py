@@ -42,7 +42,6 @@ CACHED_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # per value of the t
 TOKEN_BYTES = 28  # per token in Python: ids and mask, path through the forest, nodes' tokens, parents, positions
 ROW_BYTES = 2000
 TEXT_BYTES = 40  # per token of a row whose text is loaded, too
-VERIFY_ROWS = 12  # held-out rows on which an exported file is verified
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def _weights(spec: RunSpec, running: range, release: bool) -> int:
     tables = _tables(spec, release)
     if shape.dense:
         replaced = [shape.linear(tensor) for _, tensor in scheme.replaced]  # by trained weights
-        return 4 * (shape.depth * shape.block_parameters - sum(rows * cols for rows, cols in replaced)) + tables
+        return 4 * (shape.weights - sum(rows * cols for rows, cols in replaced)) + tables
     if release:
         return max((size for block in shape.blocks for size in block), default=0) + tables
     # fully trained weights were read once, and their pages released
@@ -239,7 +238,7 @@ def _activations(spec: RunSpec, tokens: int, outputs: int) -> int:
 def _export(spec: RunSpec, budget_bytes: int) -> dict[str, float]:
     """The trainer's model stays loaded: it computes likelihoods, then llama.cpp runs the new file."""
     shape, load = spec.shape, spec.load
-    tokens = min(limits.BATCH_TOKENS, VERIFY_ROWS * load.longest)
+    tokens = min(limits.BATCH_TOKENS, limits.VERIFY_ROWS * load.longest)
     rows = min(limits.TARGETS, max(1, load.answer_tokens))
     return {
         "libraries": _libraries(spec) + LLAMA_BYTES,
@@ -267,7 +266,7 @@ def _eval(spec: RunSpec, budget_bytes: int) -> dict[str, float]:
         }
     rows = min(recipe.eval.rows, load.heldout_rows)
     row = load.longest + recipe.eval.max_new_tokens
-    unpacked = 2 * (shape.depth * shape.block_parameters + shape.vocabulary * shape.width)
+    unpacked = 2 * (shape.weights + shape.vocabulary * shape.width)
     tokens = load.held_tokens * rows // max(1, load.heldout_rows)
     copied = recipe.eval.unpack and shape.slow_types and tokens >= limits.MIN_TOKENS
     copied = copied and (not budget_bytes or unpacked <= limits.MEMORY_SHARE * budget_bytes)

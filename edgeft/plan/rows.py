@@ -16,7 +16,8 @@ from edgeft.config import Recipe
 from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
 from edgeft.engine.limits import padded
-from edgeft.plan.flops import WITHOUT_GRADIENT, Pass, Schedule
+from edgeft.plan.flops import WITHOUT_GRADIENT, Pass, Schedule, choosing_rows
+from edgeft.plan.limits import VERIFY_ROWS
 
 SAMPLE_ROWS = 1024  # counted; counting all rows would make planning slow
 
@@ -56,7 +57,9 @@ class Workload:
         self.row_tokens = int(self.scale * sum(len(row.ids) for row in train))
         self.steps = schedule.steps
         self.answer_tokens = int(np.mean([row.trained.sum() for row in heldout])) if heldout else 0
-        self.held_tokens = int(self.heldout_rows / max(1, len(heldout)) * sum(len(row.ids) for row in heldout))
+        # of all held-out rows, and of the few on which the exported file is verified; shared prefixes count once
+        self.held_tokens = int(self.heldout_rows / max(1, len(heldout)) * len(Forest(heldout)))
+        self.verify_tokens = len(Forest((heldout or train)[:VERIFY_ROWS]))
         rows = self.train_rows + self.validation_rows
         self.tree_tokens = int(len(self.forest) * rows / max(1, len(self.rows) + len(self.held)))  # of the trunk
         self.train_tree_tokens = int(self.scale * len(self.forest.nodes(self.rows))) if train else 0
@@ -70,6 +73,11 @@ class Workload:
         at = np.unique(np.concatenate([forest.at[row] for row in rows]))
         seen = forest.positions + 1
         return Pass(len(nodes), int(seen[nodes].sum()), len(at), int(seen[at].sum()), forest.trained(rows))
+
+    def choosing(self, micro_batch: int) -> list[Pass]:
+        """Before training, where gradients choose what is trained."""
+        rows = self.rows[: choosing_rows([len(self.forest.paths[row]) for row in self.rows])]
+        return [self._pass(part) for part in self.forest.micro_batches(rows, micro_batch // 2)]
 
     def _passes(self, micro_batch: int) -> list[list[Pass]]:
         """By step, of the first epoch over the counted rows."""

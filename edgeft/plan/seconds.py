@@ -16,7 +16,7 @@ from edgeft.host import device
 from edgeft.plan.disk import checkpoint_bytes, expected_saves, save_every, trunk_bytes
 from edgeft.plan.flops import ATTENTION_BACK, Pass, Schedule, search_pays, search_tokens, step_flops
 from edgeft.plan.limits import EVAL_MIN_ROWS
-from edgeft.plan.memory import VERIFY_ROWS, RunSpec
+from edgeft.plan.memory import RunSpec
 from edgeft.plan.rows import total
 
 # Share of doctor's rates that a step reaches, measured on two cores with AVX-512.
@@ -175,7 +175,7 @@ class Clock:
         stages = {"prepare": START_S["prepare"] + ROW_S * (load.train_rows + load.heldout_rows)}
         start = START_S["lean" if self.spec.lean else "transformers"]
         if self.shape.dense:
-            start += 4 * self.shape.depth * self.shape.block_parameters / DENSE_BYTES
+            start += 4 * self.shape.weights / DENSE_BYTES
         if self.scheme.cut and recipe.how.trunk == "cache":
             stages["trunk"] = self._trunk_stage()
         if recipe.update.needs_search:
@@ -199,7 +199,7 @@ class Clock:
         tokens = load.train_tree_tokens, max(0, load.tree_tokens - load.train_tree_tokens)
         if not search_pays(*tokens, Schedule(load.train_rows, self.recipe.train).passes):
             return 0.0
-        flops = 2.0 * shape.depth * shape.block_parameters * search_tokens(*tokens)
+        flops = 2.0 * shape.weights * search_tokens(*tokens)
         return start + self._add("matrix products", self._products(flops, self.spec.engine.half))
 
     def _train_stage(self) -> float:
@@ -215,6 +215,8 @@ class Clock:
         for what, seconds in self.parts.items():  # extrapolate from the sampled steps
             self.parts[what] = before.get(what, 0.0) + factor * (seconds - before.get(what, 0.0))
         total_s = factor * sampled
+        if self.scheme.chooses:
+            total_s += self.top(load.choosing(how.micro_batch_tokens), True)
         total_s += self._add("optimiser", load.steps * self.trained * ADAM_BYTES[how.optimizer_state] / self.rates.copy)
         validations = (1 + min(train.validations, load.steps)) * load.held_scale
         total_s += validations * self.top(load.validation(how.micro_batch_tokens), False)
@@ -231,8 +233,8 @@ class Clock:
 
     def _export_stage(self) -> float:
         shape, load = self.shape, self.load
-        weights = shape.depth * shape.block_parameters
-        tokens = min(VERIFY_ROWS, load.heldout_rows or VERIFY_ROWS) * load.longest
+        weights = shape.weights
+        tokens = load.verify_tokens
         packed = [shape.linear(tensor) for _, tensor in self.scheme.updates]
         seconds = sum(rows * cols for rows, cols in packed) / PACK_VALUES + self._add(
             "disk", self.rates.to_disk(self.spec.exported_bytes)
@@ -245,7 +247,7 @@ class Clock:
         is clear with fewer rows. trained: seconds of search, trunk and training."""
         shape, load, asked = self.shape, self.load, self.recipe.eval
         rows = min(asked.rows, load.heldout_rows)
-        weights = shape.depth * shape.block_parameters + shape.vocabulary * shape.width
+        weights = shape.weights + shape.vocabulary * shape.width
         tokens = load.held_tokens / max(1, load.heldout_rows) + min(asked.max_new_tokens, 2 * load.answer_tokens + 2)
         row_s = 2 * 2.0 * weights * tokens / (LLAMA * self.rates.fp32)
         if asked.time_share:

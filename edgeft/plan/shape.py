@@ -56,6 +56,11 @@ class Shape(Sizes):
     def block_parameters(self) -> int:
         return sum(rows * cols for _, rows, cols in self.linears())
 
+    @property
+    def weights(self) -> int:
+        """Of the linears of all blocks."""
+        return self.depth * self.block_parameters
+
     def packed_bytes(self, block: int, tensor: str | None = None) -> int:
         """Of one linear of a block, or of all of them."""
         sizes = self.blocks[block]
@@ -147,7 +152,7 @@ def exported_bytes(shape: Shape, scheme: Scheme, type_name: str) -> int:
     """Of the exported GGUF file."""
     check_type(type_name)
     if not shape.mapped:  # 16 bits, plus the converted base
-        return 2 * 2 * (shape.depth * shape.block_parameters + 2 * shape.vocabulary * shape.width)
+        return 2 * 2 * (shape.weights + 2 * shape.vocabulary * shape.width)
     total = shape.header_bytes + shape.file_bytes
     for block, tensor in scheme.updates:
         rows, cols = shape.linear(tensor)

@@ -79,7 +79,7 @@ class Measurements:
         self.entry, self.progress = entry, progress
         self.threads = build.use_threads(recipe.how.threads)
         tokens = sample.tokens(sample.all_parts())
-        flops = 8.0 * shape.depth * shape.block_parameters * tokens  # forward, recomputed, and two GEMMs backward
+        flops = 8.0 * shape.weights * tokens  # forward, recomputed, and two GEMMs backward
         note = entry.path / "engine.json"  # that cached contributions were computed with
         self.engine = choose.choose(recipe, shape.head, shape.gate, flops, progress, read_engine(note))
         write_json(note, {"kernels": self.engine.compiled, "half": self.engine.bf16})

@@ -92,7 +92,8 @@ def build_problem(
             entry.note_file.unlink(missing_ok=True)
         worker = Measurements(recipe, source, shape, sample, entry, progress)
         costs = worker.costs(train, heldout, request.device)
-        baseline = costs.of(schemes.make(recipe.update, shape.depth, shape.arch), costs.options[0], budget.memory_bytes)
+        update = schemes.with_blocks(recipe.update, shape.depth, shape.weights)
+        baseline = costs.of(schemes.make(update, shape.depth, shape.arch), costs.options[0], budget.memory_bytes)
         budget = replace(
             budget,
             memory_bytes=min(budget.memory_bytes, float(baseline[0]) if request.cap_at_recipe else math.inf),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from edgeft.host.system import peak_bytes
 from edgeft.methods.layer import checkpoint_tensors
 from edgeft.methods.scheme import Rotation, Scheme
 from edgeft.plan import disk, shape_of_config
-from edgeft.plan.flops import Pass, step_flops
+from edgeft.plan.flops import Pass, choosing_rows, step_flops
 from edgeft.plan.flops import Schedule as Schedule
 from edgeft.run import events
 from edgeft.run.folder import Run
@@ -39,8 +40,6 @@ from edgeft.train import checkpoint, trunk
 from edgeft.train.governor import Governor, stop_requests
 from edgeft.train.totals import Guard, Remaining, StepTotals
 from edgeft.train.watch import Watch, is_out_of_memory
-
-CHOOSING_ROWS = 16  # their gradients decide which channels are trained
 
 
 class Trainer:
@@ -101,24 +100,30 @@ class Trainer:
         return min(self.parameters, key=is_bias_or_norm)
 
     def _choose_channels(self) -> None:
-        """`update.choose: gradient`: a backward pass over a few rows, one at a time, whatever the micro-batches."""
+        """`update.choose: gradient`: a backward pass over a few rows."""
         order = epoch_order(self.forest, self.rows, self.recipe.train.seed, 0, grouped=False)
-
-        def backward() -> None:
-            for row in order[:CHOOSING_ROWS]:
-                nodes, batch = batch_of(self.forest, [row])
-                self.loss(nodes, batch).backward()  # type: ignore[no-untyped-call]
-                self.optimizer.clear()
-
+        rows = order[: choosing_rows([len(self.forest.paths[row]) for row in order])]
         before = self.stack.options.recompute
-        self.stack.configure(recompute="none")  # whole inputs are looked at, of one row at a time
-        chosen = self.scheme.method.choose_channels(self.stack, self.scheme, backward)
+        self.stack.configure(recompute="none")  # whole inputs are looked at
+        chosen: bool | None = None
+        while chosen is None:
+            # inputs are kept beside what training keeps; where that is recomputed, one row at a time
+            parts = self.forest.micro_batches(rows, self.watch.tokens // 2 if before == "none" else 1)
+            try:
+                chosen = self.scheme.method.choose_channels(self.stack, self.scheme, partial(self._observe, parts))
+            except (MemoryError, RuntimeError) as error:
+                self._out_of_memory(error)
         self.stack.configure(recompute=before)
         if not chosen:
             return
         self.memory.pool.resize(self.memory.pool.rows)  # it used buffers of other widths than training does
-        self.memory.trim(always=True)  # and most of it ran in plain torch, outside the pool
-        self.progress.line(f"channels chosen by the gradients of {min(CHOOSING_ROWS, len(order))} rows")
+        self.memory.trim(always=True)  # and part of it ran in plain torch, outside the pool
+        self.progress.line(f"channels chosen by the gradients of {len(rows)} rows")
+
+    def _observe(self, parts: Iterable[list[int]]) -> None:
+        for part in parts:
+            self.loss(*batch_of(self.forest, part)).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.clear()
 
     def step_rows(self, step: int) -> list[int]:
         epoch, place = divmod(step, self.schedule.per_epoch)

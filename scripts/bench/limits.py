@@ -3,11 +3,14 @@
 
     scripts/bench/limits.py [smollm2 tinyllama qwen llama2-7b] [--aim] [--limit MIB] [--models DIR] [--set KEY=VALUE]
         [--json]
+    scripts/bench/limits.py qwen-learns --data DIR/squad [--models DIR]
 
-The planner is given the limit (--memory, and --fit but for LLaMA-2-7B), and all processes of the run are put under it:
-a control group, in which the kernel kills who takes more, or RLIMIT_DATA where none can be made; the table says which.
-Pages of files count in a group and give way when memory is wanted, so `in use` is what could not be given back, looked
-at every 20 ms; `stage` is the largest resident memory of any stage's process, mapped files included.
+Two steps show the memory; `qwen-learns` is a run as shipped, one epoch over 300 rows of --data, and 60 held-out rows
+are scored. The planner is given the limit (--memory, and --fit but for `qwen-learns` and LLaMA-2-7B), and all
+processes of the run are put under it: a control group, in which the kernel kills who takes more, or RLIMIT_DATA where
+none can be made; the table says which. Pages of files count in a group and give way when memory is wanted, so `in use`
+is what could not be given back, looked at every 20 ms; `stage` is the largest resident memory of any stage's process,
+mapped files included.
 TinyLlama and Qwen2.5 are looked for in --models by name; LLaMA-2-7B is made there (scripts/bench/make_model.py).
 """
 
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +49,7 @@ class Job:
     tokens: int = 256  # of each row
     rows: int = 8
     steps: int = 2
+    learns: bool = False  # a whole run on rows of --data
 
 
 SHORT = ["eval.rows=4", "eval.max_new_tokens=8"]  # what takes time and no more memory
@@ -58,6 +63,7 @@ JOBS = [
         [*SHORT, "update.blocks=5", "update.tensors=q,k,v,o,up", "update.biases=true", "update.channels=0.25"],
         shape="llama2-7b", fit=False, tokens=64, rows=16,
     ),
+    Job("qwen-learns", 1536, 1024, "*qwen2.5*1.5b*.gguf", [], fit=False, tokens=384, rows=300, learns=True),
 ]  # fmt: skip
 
 
@@ -72,6 +78,7 @@ class Outcome:
     peaks: dict[str, int]  # by stage
     seconds: float
     loss: list[float]  # held-out, before and after
+    f1: list[float]  # the same
 
 
 def forget_pages(path: Path) -> None:
@@ -94,13 +101,19 @@ class Watch(threading.Thread):
             self.most = max(self.most, self.limit.used_bytes or 0)
 
 
-def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str]) -> Outcome:
+def settings(job: Job) -> list[str]:
+    sets = [f"data.max_tokens={job.tokens}", "how.trunk_place=run", "how.compile=on", "how.nice=0", *job.sets]
+    if job.learns:
+        return [*sets, f"data.rows={job.rows}", "data.heldout_rows=60", "train.epochs=1", "eval.time_share=0"]
+    return [*sets, f"train.steps={job.steps}", "train.validations=1", f"train.batch_rows={job.rows // job.steps}"]
+
+
+def run(job: Job, model: Path, folder: Path, limit_bytes: int, args: Namespace) -> Outcome:
     """The job as a user would start it, all of its processes under one limit."""
-    rows, place = folder / "rows", folder / "run"
-    passage_rows(rows, job.rows, job.tokens)
-    sets = [f"data.max_tokens={job.tokens}", f"train.steps={job.steps}", "train.validations=1"]
-    sets += [f"train.batch_rows={job.rows // job.steps}"]
-    sets += ["how.trunk_place=run", "how.compile=on", "how.nice=0", *job.sets, *more]
+    rows, place = args.data if job.learns else folder / "rows", folder / "run"
+    if not job.learns:
+        passage_rows(rows, job.rows, job.tokens)
+    sets = [*settings(job), *args.set]
     options: list[object] = ["--memory", f"{limit_bytes // MIB}MiB", "--model", model, "--data", rows, "--out", place]
     command = common.command("finetune", *options, "--json", *(["--fit"] if job.fit else []), sets=sets)
     forget_pages(model)
@@ -128,6 +141,7 @@ def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str]) 
         found.get("peaks", known),
         round(time.monotonic() - began, 1),
         [found[key] for key in ("base_loss", "best_loss") if key in found],
+        [found["eval"][side]["f1"] for side in ("base", "tuned")] if job.learns and found else [],
     )
 
 
@@ -140,8 +154,9 @@ def table(found: list[Outcome]) -> str:
         stage, peak = max(one.peaks.items(), key=lambda item: item[1], default=("?", None))
         sizes = [mib(one.limit_bytes), one.by, mib(one.in_use_bytes), mib(one.group_bytes), f"{stage} {mib(peak)}"]
         loss = " → ".join(f"{value:.3f}" for value in one.loss)
-        rows.append([one.job, *sizes, loss, f"{one.seconds:.0f}", one.result])
-    titles = ["job", "limit", "by", "in use", "group", "stage", "loss", "seconds", "result"]
+        f1 = " → ".join(f"{value:.1f}" for value in one.f1)
+        rows.append([one.job, *sizes, loss, f1, f"{one.seconds:.0f}", one.result])
+    titles = ["job", "limit", "by", "in use", "group", "stage", "loss", "F1", "seconds", "result"]
     return common.table(titles, rows)
 
 
@@ -151,6 +166,7 @@ def main() -> None:
     parser.add_argument("--aim", action="store_true", help="the tighter limits")
     parser.add_argument("--limit", type=int, metavar="MIB", help="this limit for every job")
     parser.add_argument("--models", type=Path, default=Path("models"))
+    parser.add_argument("--data", type=Path, help="folder with train.jsonl and dev.jsonl")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
     parser.add_argument("--json", action="store_true")
@@ -158,8 +174,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the run ends, and its group is taken away
     found = []
     for job in JOBS:
-        if args.jobs and job.name not in args.jobs:
+        if job.name not in args.jobs and (args.jobs or job.learns):
             continue
+        if job.learns and not args.data:
+            parser.error(f"{job.name} needs --data")
         model = common.find_model(args.models, job.file, job.shape)
         if model is None:
             print(f"{job.name}: no {job.file} in {args.models}", file=sys.stderr)
@@ -168,7 +186,7 @@ def main() -> None:
         folder = (args.keep or Path(tempfile.gettempdir())) / f"limits-{job.name}-{os.getpid()}"
         folder.mkdir(parents=True)
         try:
-            found.append(run(job, model, folder, mib * MIB, args.set))
+            found.append(run(job, model, folder, mib * MIB, args))
         finally:
             if not args.keep:
                 shutil.rmtree(folder)
