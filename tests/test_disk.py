@@ -239,6 +239,7 @@ KINDS = {
     "lora": ("lora", "model.frozen=auto"),
     "tinytl": ("tinytl",),
     "8bit": ("sparse-bp", "update.low_rank=0", "how.optimizer_state=8bit", "how.compile=on"),
+    "bf16 weights": ("sparse-rule", "how.weights=bf16", "how.optimizer_state=8bit", "how.compile=on"),
     "sgd": ("sparse-bp", "train.optimizer=sgd"),
     "sgd without momentum": ("sparse-bp", "update.low_rank=0", "train.optimizer=sgd", "train.momentum=0"),
     "qas": ("qas-int8",),

@@ -283,7 +283,10 @@ def test_padding_knows_few_sizes(rows: int) -> None:
     assert len({padded(n) for n in range(rows, 2 * rows)}) <= 9
 
 
-TYPES = ["q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "q5_0", "q2_k", "q3_k", "iq4_nl", "iq4_xs", "f16", "bf16"]
+TYPES = [
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"),
+    *("f16", "bf16"),  # by ggml
+]
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -486,6 +489,41 @@ def test_small_moments_are_right_on_average(kind: str, close: float) -> None:
     for part in range(4):  # none of the sizes goes another way: no bias
         of = slice(250 * part, 250 * (part + 1))
         assert abs(float(rounded[of].mean() / exact[of].mean()) - 1) < 0.02, part
+
+
+def test_bf16_weights_are_right_on_average() -> None:
+    """Steps far below the distance to the next bf16 number: rounded to the nearest, none would move."""
+
+    def walked(weights: str, threads: int) -> torch.Tensor:
+        torch.manual_seed(5)
+        start = torch.randn(4000).bfloat16()
+        parameter = torch.nn.Parameter(start.float() if weights == "fp32" else torch.zeros(1).expand(4000))
+        found = optimizer.make(
+            {"w": parameter}, TrainConfig(clip=0.0), ExecutionConfig(weights=weights), kernels.load()
+        )
+        stored = parameter.detach() if weights == "fp32" else start.clone()
+        found.bf16_weights = {} if weights == "fp32" else {"w": stored}
+        found.set_rate(1e-4)
+        torch.set_num_threads(threads)
+        for _ in range(100):
+            parameter.grad = 1 + torch.randn(4000)
+            found.step()
+        return stored.float() - start.float()
+
+    before = torch.get_num_threads()
+    try:
+        exact, rounded, again = walked("fp32", 2), walked("bf16", 1), walked("bf16", 2)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(rounded, again)
+    assert float(exact.mean()) < -5e-3
+    assert abs(float(rounded.mean() / exact.mean()) - 1) < 0.05
+
+
+def test_bf16_weights_need_the_kernels() -> None:
+    for train, backend in ((TrainConfig(), TORCH), (TrainConfig(optimizer="sgd"), kernels.load())):
+        with pytest.raises(ConfigError, match="bf16"):
+            optimizer.make({"w": torch.nn.Parameter(torch.zeros(3))}, train, ExecutionConfig(weights="bf16"), backend)
 
 
 def test_a_still_moment_decays() -> None:

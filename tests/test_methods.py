@@ -530,6 +530,8 @@ def saved(run: Run, step: int) -> dict[str, torch.Tensor]:
 RUNS = {
     "sliced": ("sparse-search", "update.channels=0.25", "how.compile=on"),
     "by gradient": ("sparse-search", "update.channels=0.125", "update.choose=gradient", "how.compile=off"),
+    "bf16 weights": ("sparse-rule", "how.weights=bf16", "how.optimizer_state=8bit", "how.compile=on"),
+    "bf16 weights, in place": ("sparse-rule", "how.weights=bf16", "how.step_in_place=true", "how.compile=on"),
     "low rank": ("sparse-rule", "update.low_rank=4", "train.low_rank_lr=0.01", "how.compile=on"),
     "low rank, recomputed": ("sparse-rule", "update.low_rank=4", "how.compile=on", "how.recompute=true"),
     "biases": ("bias-norm", "how.compile=on"),

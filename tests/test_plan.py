@@ -174,9 +174,26 @@ def test_each_option_needs_less(model: Path) -> None:
     assert states[0] == 8 * fit.trained_parameters(base.shape, base.scheme)
     assert states[0] == 2 * states[1]
     assert 0.25 <= states[2] / states[0] < 0.26
+    assert 2 * train(weights="bf16")["trained weights"] == stages["train"]["trained weights"]
     by_blocks = memory.stages(base.with_how(dataclasses.replace(how, trunk_order="blocks")), GIB)["trunk"]
     assert by_blocks["packed frozen weights"] < stages["trunk"]["packed frozen weights"]
     assert train(products="fp32")["libraries"] < stages["train"]["libraries"]
+
+
+def test_bytes_of_dense_weights_are_saved_before_anything_is_recomputed(model: Path) -> None:
+    """At its least, a trained number takes 2 bytes for the weight and 2 for its moments."""
+    full = job(model, "sparse-rule", "how.micro_batch_tokens=512", "train.batch_rows=2")
+    peak, trained = full.peak(64 << 30), fit.trained_parameters(full.shape, full.scheme)
+    chosen = fit.choose(full, int((peak - 11.5 * trained) / (1 - fit.SLACK)))
+    assert chosen is not None
+    how = chosen.recipe.how
+    assert (how.weights, how.optimizer_state, how.step_in_place) == ("bf16", "8bit", True)
+    assert (how.recompute, how.micro_batch_tokens) == (False, 512)
+    terms = memory.stages(chosen, 64 << 30)["train"]
+    assert terms["trained weights"] + terms["optimiser state"] < 4.1 * trained
+    assert terms["gradients"] < 0.1 * trained
+    low_rank = list(fit.execution_options(job(model, "sparse-bp")))
+    assert {option.weights for option in low_rank} == {"fp32"}
 
 
 def test_kernels_are_compiled_to_fit_where_time_alone_is_no_reason(model: Path) -> None:

@@ -204,6 +204,11 @@ class ExecutionConfig:
         "AdamW's moments: 8, 4 or 2 bytes per trained parameter; below fp32 they are stochastically rounded (unbiased)",
         choices=("fp32", "bf16", "8bit"),
     )
+    weights: str = knob(
+        "fp32",
+        "whole tensors that are trained themselves: float32, or bf16 with stochastic rounding (unbiased) at every step",
+        choices=("fp32", "bf16"),
+    )
     step_in_place: bool = knob(
         False,
         "update a tensor as soon as its gradient is computed, then free the gradient; clipped by the norm of the "

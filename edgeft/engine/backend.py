@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 @dataclass(frozen=True)
 class AdamRule:
     """One step of AdamW; correction1 and correction2: 1 - beta^step; factor: multiplies the gradient (clipping);
-    seed: of the stochastic rounding of moments."""
+    seed: of the stochastic rounding of weights and moments."""
 
     lr: float
     beta1: float
@@ -187,7 +187,7 @@ class Backend:
         return _flat(dq), _flat(dk), _flat(dv)
 
     def adamw(self, weight: Tensor, gradient: Tensor, moments: Moments, rule: AdamRule) -> None:
-        """One step of a float32 tensor, in place."""
+        """One step of a tensor, float32 or stochastically rounded bf16, in place."""
         raise NotImplementedError
 
     def square_sum(self, x: Tensor) -> float:

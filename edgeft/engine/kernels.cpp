@@ -671,28 +671,106 @@ static inline void q6_k(const uint8_t *in, T *out) {  // 128 bytes of low nibble
         }
 }
 
-template <typename T, typename F>
-static void each_block(const uint8_t *in, T *out, long blocks, int bytes, int values, int threads, F unpack) {
-    long step = 4096 / values;
+template <typename T>
+static inline void q2_k(const uint8_t *in, T *out) {  // 16 scales and minima of 4 bits, 64 bytes of pairs, their factors
+    float d = half(in + 80), m = half(in + 82);
+    for (int i = 0; i < 16; i++) {  // 16 numbers each
+        vb pairs = *(const vb *)(in + 16 + 32 * (i / 8) + 16 * (i % 2)) >> (i % 8 / 2 * 2);
+        spread((vs)(pairs & 3), d * (in[i] & 15), -(m * (in[i] >> 4)), out + 16 * i);
+    }
+}
+
+template <typename T>
+static inline void q3_k(const uint8_t *in, T *out) {  // 32 bytes of high bits, 64 of pairs, 16 scales of 6 bits, a factor
+    const uint8_t *s = in + 96;
+    float d = half(in + 108);
+    for (int i = 0; i < 16; i++) {
+        int scale = (i < 8 ? s[i] & 15 : s[i - 8] >> 4) | (s[8 + i % 4] >> (i / 4 * 2) & 3) << 4;
+        vb pairs = *(const vb *)(in + 32 + 32 * (i / 8) + 16 * (i % 2)) >> (i % 8 / 2 * 2);
+        vb high = *(const vb *)(in + 16 * (i % 2)) >> (i / 8 * 4 + i % 8 / 2);
+        spread((vs)((pairs & 3) | (high & 1) << 2) - 4, d * (scale - 32), 0.0f, out + 16 * i);
+    }
+}
+
+// bit i of `bits` as the fifth bit of nibble i
+static inline vb fifth(vb nibbles, uint32_t bits) {
+    for (int i = 0; i < 16; i++) nibbles[i] |= (bits >> i & 1) << 4;
+    return nibbles;
+}
+
+template <typename T, bool MINIMUM>
+static inline void q5(const uint8_t *in, T *out) {  // scale, a minimum or 16 for zero, 32 high bits, 32 nibbles
+    float scale = half(in), low = MINIMUM ? half(in + 2) : 0.0f;
+    const uint8_t *rest = in + (MINIMUM ? 4 : 2);
+    const int8_t zero = MINIMUM ? 0 : 16;
+    uint32_t bits;
+    memcpy(&bits, rest, 4);
+    vb nibbles = *(const vb *)(rest + 4);
+    spread((vs)fifth(nibbles & 15, bits) - zero, scale, low, out);
+    spread((vs)fifth(nibbles >> 4, bits >> 16) - zero, scale, low, out + 16);
+}
+
+// ggml's 16 values of IQ4: not at equal distances
+static const int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+static inline vs look_up(vb index) {
+#if defined(__SSSE3__)
+    return (vs)_mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)IQ4), (__m128i)index);
+#else
+    vs out;
+    for (int i = 0; i < 16; i++) out[i] = IQ4[index[i]];
+    return out;
+#endif
+}
+
+template <typename T>
+static inline void iq4(const uint8_t *nibbles, float scale, T *out) {  // 32 numbers
+    vb both = *(const vb *)nibbles;
+    spread(look_up(both & 15), scale, 0.0f, out);
+    spread(look_up(both >> 4), scale, 0.0f, out + 16);
+}
+
+template <typename T>
+static inline void iq4_nl(const uint8_t *in, T *out) { iq4(in + 2, half(in), out); }
+
+template <typename T>
+static inline void iq4_xs(const uint8_t *in, T *out) {  // a factor, 8 scales of 6 bits, 128 bytes of nibbles
+    uint16_t high;
+    memcpy(&high, in + 2, 2);
+    for (int i = 0; i < 8; i++) {
+        int scale = (in[4 + i / 2] >> (i % 2 * 4) & 15) | (high >> (2 * i) & 3) << 4;
+        iq4(in + 8 + 16 * i, half(in) * (scale - 32), out + 32 * i);
+    }
+}
+
+template <typename T, int BYTES, int VALUES, void (*UNPACK)(const uint8_t *, T *)>
+static void each_block(const uint8_t *in, T *out, long blocks, int threads) {
+    const long step = 4096 / VALUES;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long strip = 0; strip < blocks; strip += step)
-        for (long b = strip; b < std::min(strip + step, blocks); b++) unpack(in + b * bytes, out + b * values);
+        for (long b = strip; b < std::min(strip + step, blocks); b++) UNPACK(in + b * BYTES, out + b * VALUES);
 }
 
 template <typename T>
 static void unpack_to(const uint8_t *in, int type, T *out, long blocks, int threads) {
     switch (type) {
-        case 2: return each_block(in, out, blocks, 18, 32, threads, q4_0<T>);
-        case 3: return each_block(in, out, blocks, 20, 32, threads, q4_1<T>);
-        case 8: return each_block(in, out, blocks, 34, 32, threads, q8_0<T>);
-        case 12: return each_block(in, out, blocks, 144, 256, threads, q4_k<T>);
-        case 13: return each_block(in, out, blocks, 176, 256, threads, q5_k<T>);
-        case 14: return each_block(in, out, blocks, 210, 256, threads, q6_k<T>);
+        case 2: return each_block<T, 18, 32, q4_0<T>>(in, out, blocks, threads);
+        case 3: return each_block<T, 20, 32, q4_1<T>>(in, out, blocks, threads);
+        case 6: return each_block<T, 22, 32, q5<T, false>>(in, out, blocks, threads);
+        case 7: return each_block<T, 24, 32, q5<T, true>>(in, out, blocks, threads);
+        case 8: return each_block<T, 34, 32, q8_0<T>>(in, out, blocks, threads);
+        case 10: return each_block<T, 84, 256, q2_k<T>>(in, out, blocks, threads);
+        case 11: return each_block<T, 110, 256, q3_k<T>>(in, out, blocks, threads);
+        case 12: return each_block<T, 144, 256, q4_k<T>>(in, out, blocks, threads);
+        case 13: return each_block<T, 176, 256, q5_k<T>>(in, out, blocks, threads);
+        case 14: return each_block<T, 210, 256, q6_k<T>>(in, out, blocks, threads);
+        case 20: return each_block<T, 18, 32, iq4_nl<T>>(in, out, blocks, threads);
+        case 23: return each_block<T, 136, 256, iq4_xs<T>>(in, out, blocks, threads);
     }
 }
 
 extern "C" {
-// Blocks of ggml's types q4_0 (2), q4_1 (3), q8_0 (8), q4_k (12), q5_k (13), q6_k (14)
+// Blocks of ggml's types, by their numbers
 void unpack(const uint8_t *in, int type, float *out, long blocks, int threads) {
     unpack_to(in, type, out, blocks, threads);
 }
@@ -719,9 +797,9 @@ void unpack_rows_half(const uint8_t *in, void (*to_float)(const void *, float *,
 
 // ------------------------------------------------------------------------------------------------- AdamW
 
-// AdamW's two moments are kept as float32, as bf16, or as bytes. What is stored in fewer bits is rounded up or down by
-// chance, with the odds that make it right on average: a moment moves by 1 % of its value a step, less than the distance to
-// the next number, and would else never move at all.
+// Weights are kept as float32 or bf16, AdamW's two moments as float32, as bf16, or as bytes. What is stored in fewer bits
+// is rounded up or down by chance, with the odds that make it right on average: a moment moves by 1 % of its value a step,
+// less than the distance to the next number, and would else never move at all.
 
 #define GROUP 256  // numbers that share a scale, where moments are bytes
 
@@ -772,14 +850,28 @@ static inline void adamw_group(float *w, const float *g, float *m, float *v, lon
     }
 }
 
-extern "C" {
-void adamw(float *w, const float *g, float *m, float *v, long count, const Rule *rule, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long i = 0; i < count; i += GROUP)
-        adamw_group(w + i, g + i, m + i, v + i, std::min<long>(GROUP, count - i), *rule);
+// the same for weights of either type; those in bf16 are rounded by chance, independently of the moments
+static inline void step_group(
+    void *w, int half, const float *g, float *m, float *v, long start, long count, const Rule &r) {
+    if (!half) return adamw_group((float *)w + start, g, m, v, count, r);
+    bf16 *stored = (bf16 *)w + start;
+    float now[GROUP];
+#pragma omp simd
+    for (long i = 0; i < count; i++) now[i] = of_bits((uint32_t)stored[i] << 16);
+    adamw_group(now, g, m, v, count, r);
+#pragma omp simd
+    for (long i = 0; i < count; i++)
+        stored[i] = (bf16)((bits_of(now[i]) + (chance((uint32_t)(start + i), ~r.seed) & 0xffff)) >> 16);
 }
 
-void adamw_bf16(float *w, const float *g, bf16 *m, bf16 *v, long count, const Rule *rule, int threads) {
+extern "C" {
+void adamw(void *w, int half, const float *g, float *m, float *v, long count, const Rule *rule, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < count; i += GROUP)
+        step_group(w, half, g + i, m + i, v + i, i, std::min<long>(GROUP, count - i), *rule);
+}
+
+void adamw_bf16(void *w, int half, const float *g, bf16 *m, bf16 *v, long count, const Rule *rule, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long start = 0; start < count; start += GROUP) {
         long n = std::min<long>(GROUP, count - start);
@@ -787,7 +879,7 @@ void adamw_bf16(float *w, const float *g, bf16 *m, bf16 *v, long count, const Ru
         float first[GROUP], second[GROUP];
 #pragma omp simd
         for (long i = 0; i < n; i++) first[i] = of_bits((uint32_t)mh[i] << 16), second[i] = of_bits((uint32_t)vh[i] << 16);
-        adamw_group(w + start, g + start, first, second, n, *rule);
+        step_group(w, half, g + start, first, second, start, n, *rule);
 #pragma omp simd
         for (long i = 0; i < n; i++) {
             uint32_t random = chance((uint32_t)(start + i), rule->seed);
@@ -799,7 +891,7 @@ void adamw_bf16(float *w, const float *g, bf16 *m, bf16 *v, long count, const Ru
 
 // scales: (groups, 2), the largest first and second moment of each
 void adamw_bytes(
-    float *w, const float *g, uint8_t *m, uint8_t *v, float *scales, long count, const Rule *rule, int threads) {
+    void *w, int half, const float *g, uint8_t *m, uint8_t *v, float *scales, long count, const Rule *rule, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long start = 0; start < count; start += GROUP) {
         long n = std::min<long>(GROUP, count - start);
@@ -811,7 +903,7 @@ void adamw_bytes(
             first[i] = of_bits(code ? bits_of(share_of(code, 127) * scale[0]) | sign : sign);
             second[i] = share_of(vb[i], 255) * scale[1];  // never nothing: a first moment may be left to be divided by it
         }
-        adamw_group(w + start, g + start, first, second, n, *rule);
+        step_group(w, half, g + start, first, second, start, n, *rule);
         float most1 = 0, most2 = 0;
 #pragma omp simd reduction(max : most1, most2)
         for (long i = 0; i < n; i++) most1 = std::max(most1, std::fabs(first[i])), most2 = std::max(most2, second[i]);

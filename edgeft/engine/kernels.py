@@ -217,7 +217,8 @@ class KernelBackend(Backend):
         held = [_at(moments.first, kind), _at(moments.second, kind)]
         held += [] if moments.scales is None else [_at(moments.scales)]
         last = *_longs(weight.numel()), ctypes.byref(_Rule(*astuple(rule))), self.threads
-        self.library[name](_at(weight), _at(gradient), *held, *last)
+        half = weight.dtype == torch.bfloat16
+        self.library[name](_at(weight, weight.dtype), half, _at(gradient), *held, *last)
 
     def square_sum(self, x: Tensor) -> float:
         return float(self.library.squares(_at(x), *_longs(x.numel()), self.threads))

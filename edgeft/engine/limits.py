@@ -9,7 +9,7 @@ HEAD_ROWS = 8192  # vocabulary rows unpacked at a time
 LOGITS_BYTES = 64 << 20  # the largest piece of logits that exists at a time
 
 # types that the kernels unpack themselves; of the others ggml unpacks each row
-_NAMES = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+_NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 KERNEL_TYPES = tuple(int(GGMLQuantizationType[name]) for name in _NAMES)
 
 MAX_LANES = 16  # float32 numbers in the widest vector register

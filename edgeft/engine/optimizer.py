@@ -37,6 +37,7 @@ class Optimizer:
         self.parameters, self.train, self.how, self.backend = parameters, train, how, backend
         self.in_place = how.step_in_place
         self.names = {parameter: name for name, parameter in parameters.items()}
+        self.bf16_weights: dict[str, torch.Tensor] = {}  # that a parameter stands for, where it only has the gradient
         self.lr = self.bias_lr = self.low_rank_lr = train.lr
         self.kept: dict[str, dict[str, Any]] = {}  # by a parameter's name: tensors and numbers
         self._squares, self._seen = 0.0, 0  # of the gradients complete in this step: their square sum, and numbers
@@ -184,7 +185,8 @@ class Fused(Optimizer):
             )  # fmt: skip
             assert parameter.grad is not None
             moments = Moments(kept["first"], kept["second"], kept.get("scales"))
-            self.backend.adamw(parameter.detach(), parameter.grad.contiguous(), moments, rule)
+            weight = self.bf16_weights.get(name, parameter.detach())
+            self.backend.adamw(weight, parameter.grad.contiguous(), moments, rule)
 
 
 class Plain(Optimizer):
@@ -262,6 +264,9 @@ def make(parameters: Parameters, train: TrainConfig, how: ExecutionConfig, backe
             "`train.optimizer: sgd` keeps its momentum as float32, unless weights are int8",
             "--set how.optimizer_state=fp32, or --set update.method=qas",
         )
+    if how.weights == "bf16" and kind is not Fused:
+        needed = "--set how.compile=on and train.optimizer=adamw, or how.weights=fp32"
+        raise ConfigError("`how.weights: bf16` needs edgeft's kernels and AdamW", needed)
     if kind is Plain and how.optimizer_state == "bf16":
         needed = "--set how.compile=on, or optimizer_state=8bit"
         raise ConfigError("`how.optimizer_state: bf16` needs edgeft's kernels", needed)

@@ -53,6 +53,7 @@ class Method:
     partial = False  # trains a share of a tensor's input channels; a search looks for these
     ranked = False  # `update.rank` sets its size
     uses_peft = False  # its layers are PEFT's: transformers' blocks are needed, and an adapter can be exported
+    bf16_weights = False  # has `how.weights: bf16`
     optimizer_states: tuple[str, ...] = ("fp32", "bf16", "8bit")
     base_note = ""  # added to the key of the held-out loss before training, where that is not the base model's
 

@@ -51,6 +51,11 @@ class TrainedLinear(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
 
+def stand_in(layer: TrainedLinear) -> nn.Parameter:
+    """Has the shape of the weight and receives its gradient, and is a single zero in memory."""
+    return nn.Parameter(torch.zeros(1, 1).expand(layer.out_features, layer.in_features))
+
+
 def trained_linears(stack: Stack) -> dict[str, TrainedLinear]:
     return {name: module for name, module in stack.model.named_modules() if isinstance(module, TrainedLinear)}
 

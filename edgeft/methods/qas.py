@@ -34,15 +34,14 @@ class Qas(Method):
         import torch
 
         from edgeft.methods.int8 import LARGEST
-        from edgeft.methods.layer import TrainedLinear
+        from edgeft.methods.layer import TrainedLinear, stand_in
 
         layer = TrainedLinear(self, module)
         dense = weight_of(module)
         scales = dense.abs().amax(1).clamp_(min=1e-12).div_(LARGEST)
         layer.register_buffer("codes", dense.div_(scales[:, None]).round_().to(torch.int8))  # W̄ (O, I)
         layer.register_buffer("scales", scales)  # s (O,)
-        # stands for s W̄: has its shape and receives its gradient, and is a single zero in memory
-        layer.weight = torch.nn.Parameter(torch.zeros(1, 1).expand(layer.out_features, layer.in_features))
+        layer.weight = stand_in(layer)
         layer.stand_in = "weight"
         return layer
 

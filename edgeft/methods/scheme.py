@@ -44,6 +44,7 @@ class Scheme:
     norms: frozenset[int] = frozenset()  # blocks
     choose: str = "gradient"  # how channels are chosen where a share is below 1
     alpha: float = 0.0
+    bf16_weights: bool = False  # weights that are trained whole are kept in bf16
     cycle_blocks: int = 0  # trained at a time; 0: all
     cycle_steps: int = 1
 

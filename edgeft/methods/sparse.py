@@ -1,6 +1,7 @@
 """`sparse`: of each chosen tensor all input channels, some of them, or a low-rank update beside it.
 
-Channels are trained in float32; those that are not trained stay as they were stored. A low-rank update is
+Channels are trained in float32; those that are not trained stay as they were stored. Whole tensors may be bf16 with
+stochastic rounding. A low-rank update is
 y = x Wᵀ + b + (x Aᵀ) Bᵀ with W packed and A fixed: the r input directions in which the gradient is largest, found once
 before training. Only B is trained, so only x Aᵀ, r numbers a token, is kept for the backward pass.
 """
@@ -16,6 +17,9 @@ from edgeft.methods.base import MIB, Method, Traits, Update, channel_count, weig
 if TYPE_CHECKING:
     import torch
 
+    from edgeft.config import Recipe
+    from edgeft.engine.backend import Backend
+    from edgeft.engine.optimizer import Optimizer
     from edgeft.engine.stack import Stack
     from edgeft.methods.scheme import Scheme
 
@@ -26,7 +30,7 @@ OVERSAMPLED = 2  # random directions of the gradient's sketch, as a multiple of 
 class Sparse(Method):
     name = "sparse"
     about = "the chosen tensors themselves, or low-rank updates of them"
-    partial = True
+    partial = bf16_weights = True
     traits = Traits(replaces_base=True, dense=True)
     low_rank_traits = Traits(code_bytes=1 * MIB, frugal=True, float32_inputs=True)
 
@@ -49,13 +53,19 @@ class Sparse(Method):
     def build(self, module: Any, scheme: Scheme, update: Update, seed: int, name: str) -> torch.nn.Module:
         import torch
 
-        from edgeft.methods.layer import TrainedLinear
+        from edgeft.methods.layer import TrainedLinear, stand_in
 
         if update.rank:
             layer: Any = TrainedLinear(self, module)
             layer.base, layer.scale = module, 1.0
             layer.register_buffer("down", _random_directions(update.rank, layer.in_features, seed, name))  # A (r, I)
             layer.up = torch.nn.Parameter(torch.zeros(layer.out_features, update.rank))  # B (O, r)
+            return layer  # type: ignore[no-any-return]
+        if update.share >= 1 and scheme.bf16_weights:
+            layer = TrainedLinear(self, module)
+            layer.register_buffer("half", weight_of(module).bfloat16())
+            layer.weight = stand_in(layer)
+            layer.stand_in = "weight"
             return layer  # type: ignore[no-any-return]
         if update.share >= 1:
             linear = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
@@ -69,7 +79,22 @@ class Sparse(Method):
         layer.part = torch.nn.Parameter(weight_of(module)[:, columns])  # (O, C)
         return layer  # type: ignore[no-any-return]
 
+    def operand(self, layer: Any, backend: Backend, bf16: bool) -> torch.Tensor:
+        if bf16:
+            return layer.half  # type: ignore[no-any-return]
+        return backend.memory.weights.take(layer.out_features, layer.in_features).copy_(layer.half)
+
+    def optimizer(self, stack: Stack, parameters: dict[str, torch.nn.Parameter], recipe: Recipe) -> Optimizer:
+        from edgeft.methods.layer import trained_linears
+
+        made = super().optimizer(stack, parameters, recipe)
+        layers = {path: layer for path, layer in trained_linears(stack).items() if layer.stand_in}
+        made.bf16_weights = {f"{path}.{layer.stand_in}": layer.half for path, layer in layers.items()}  # type: ignore[misc]
+        return made
+
     def dense_weight(self, layer: Any) -> torch.Tensor:
+        if layer.stand_in:
+            return layer.half.float()  # type: ignore[no-any-return]
         if hasattr(layer, "up"):
             return weight_of(layer.base).addmm_(layer.up.detach(), layer.down)
         return weight_of(layer.base).index_copy_(1, layer.columns, layer.part.detach())
@@ -80,7 +105,7 @@ class Sparse(Method):
 
         from edgeft.methods.layer import trained_linears
 
-        layers: list[Any] = list(trained_linears(stack).values())
+        layers: list[Any] = [layer for layer in trained_linears(stack).values() if not layer.stand_in]
         if not scheme.chooses or not layers:
             return False
         observers = [_Sketch(layer) if hasattr(layer, "up") else _Squares(layer) for layer in layers]

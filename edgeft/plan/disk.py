@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from edgeft import methods
 from edgeft.config import Recipe, TrainConfig
 from edgeft.host.files import Need, path_size
 from edgeft.methods.scheme import Scheme
@@ -43,11 +42,8 @@ def expected_saves(train: TrainConfig, steps: int, training_s: float, every_s: f
 
 def checkpoint_bytes(recipe: Recipe, shape: Shape, scheme: Scheme) -> tuple[int, int]:
     """(weights, optimiser state) in one checkpoint; with `cycle`, the state is that of the active blocks."""
-    trained, fixed = trained_parameters(shape, scheme), 0
-    if not scheme.method.ranked:  # directions of a low-rank update that were chosen; others are trained, or from a seed
-        fixed = sum(update.rank * shape.linear(tensor)[1] for (_, tensor), update in scheme.updates.items())
     state = memory.state_bytes(recipe) * memory.active_share(scheme)
-    return methods.get(recipe.update.method).weight_bytes * trained + 4 * fixed, int(state * trained)
+    return memory.weight_bytes(recipe, shape, scheme), int(state * trained_parameters(shape, scheme))
 
 
 def checkpoint_space(recipe: Recipe, shape: Shape, scheme: Scheme) -> int:

@@ -120,12 +120,18 @@ class Job(RunSpec):
         return sum(self.clock().stages().values())
 
 
-def _states(job: Job) -> list[str]:
-    """Precisions of AdamW's moments, from the requested one down, where the engine supports others."""
-    requested, order = job.recipe.how.optimizer_state, list(STATE_BYTES)
+def _precisions(job: Job) -> list[dict[str, Any]]:
+    """Of AdamW's moments, then of weights, from the requested ones down, where the engine supports others; at last a
+    step in place, where it saves all but one gradient."""
+    how, method, order = job.recipe.how, job.scheme.method, list(STATE_BYTES)
     if not job.engine.kernels or job.recipe.train.optimizer != "adamw":
-        return [requested]
-    return [state for state in order[order.index(requested) :] if state in job.scheme.method.optimizer_states]
+        return [{}]
+    states = [state for state in order[order.index(how.optimizer_state) :] if state in method.optimizer_states]
+    levels: list[dict[str, Any]] = [{"optimizer_state": state} for state in states]
+    if method.bf16_weights and job.scheme.replaced:
+        least = {**levels[-1], "weights": "bf16"}
+        levels += [level for level in (least, {**least, "step_in_place": True}) if replace(how, **level) != how]
+    return levels
 
 
 def execution_options(job: Job) -> Iterator[ExecutionConfig]:
@@ -137,14 +143,13 @@ def execution_options(job: Job) -> Iterator[ExecutionConfig]:
     products = [requested.products] + (["fp32"] if job.auto_products and requested.products == "bf16" else [])
     axes: dict[str, list[Any]] = {
         "products": products,
-        "optimizer_state": _states(job),
         "trunk_order": [requested.trunk_order] + (["blocks"] if requested.trunk_order == "rows" else []),
         "spare_memory": sorted({requested.spare_memory, True}),
         "recompute": sorted({requested.recompute, True}),
         "micro_batch_tokens": sizes,
     }
-    for values in itertools.product(*axes.values()):
-        yield replace(requested, **dict(zip(axes, values, strict=True)))
+    for precision, *values in itertools.product(_precisions(job), *axes.values()):
+        yield replace(requested, **precision, **dict(zip(axes, values, strict=True)))
 
 
 def least_memory(job: Job) -> Job:

@@ -5,6 +5,7 @@ Resident memory is what the OS counts for a process: pages of a mapped file coun
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from edgeft import methods
@@ -77,7 +78,7 @@ class RunSpec:
     @property
     def weight_bytes(self) -> int:
         """Of all trained weights."""
-        return methods.get(self.recipe.update.method).weight_bytes * self.trained
+        return weight_bytes(self.recipe, self.shape, self.scheme)
 
 
 def stages(spec: RunSpec, budget_bytes: int) -> dict[str, dict[str, int]]:
@@ -92,6 +93,15 @@ def stages(spec: RunSpec, budget_bytes: int) -> dict[str, dict[str, int]]:
     if spec.scheme.cut == 0 or spec.recipe.how.trunk == "rerun":
         del by_stage["trunk"]
     return {stage: {term: int(terms.get(term, 0)) for term in (*TERMS, EVICTABLE)} for stage, terms in by_stage.items()}
+
+
+def weight_bytes(recipe: Recipe, shape: Shape, scheme: Scheme) -> int:
+    """Of all trained weights, and of the directions that gradients chose for low-rank updates."""
+    every = scheme.method.weight_bytes * trained_parameters(shape, scheme)
+    if not scheme.method.ranked:  # LoRA's are trained, those of lite branches from a seed
+        every += 4 * sum(update.rank * shape.linear(tensor)[1] for (_, tensor), update in scheme.updates.items())
+    in_bf16 = scheme.replaced if recipe.how.weights == "bf16" and scheme.method.bf16_weights else ()
+    return every - 2 * sum(math.prod(shape.linear(tensor)) for _, tensor in in_bf16)
 
 
 def state_bytes(recipe: Recipe) -> float:

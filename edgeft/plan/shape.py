@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 256}  # AdamW's moments, per parameter; 8bit: with scales
 # Cost of unpacking a value with ggml, as FLOPs of a float32 GEMM in the same time; measured with AVX-512
-UNPACK_FLOPS = {"iq": 290.0, "q2_k": 100.0, "q3_k": 100.0, "q5_k": 100.0, "q6_k": 100.0, "": 27.0}
+UNPACK_FLOPS = {"iq": 290.0, "": 27.0}
 
 
 @dataclass(frozen=True)

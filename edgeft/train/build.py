@@ -49,6 +49,7 @@ def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, 
 
     stack = load_stack(recipe, engine)
     chosen = scheme.make(recipe.update, stack.depth, stack.arch)
+    chosen = replace(chosen, bf16_weights=recipe.how.weights == "bf16")
     return stack, chosen, scheme.apply(stack, chosen, recipe.train.seed)
 
 

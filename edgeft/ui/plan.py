@@ -80,6 +80,8 @@ def lines(plan: dict[str, Any]) -> list[str]:
     execution += ["trunk block by block"] if how["trunk_order"] == "blocks" and "trunk" in plan["stages"] else []
     execution += ["releasing pages of mapped weights"] if how["spare_memory"] else []
     execution += [f"{how['optimizer_state']} optimiser state"] if how["optimizer_state"] not in ("fp32", "auto") else []
+    execution += ["bf16 weights, stochastically rounded"] if how["weights"] == "bf16" else []
+    execution += ["each tensor updated as soon as its gradient is complete"] if how["step_in_place"] else []
     engine = "kernels" if plan["engine"]["kernels"] else "plain torch"
     engine += ", bf16 GEMMs" if plan["engine"]["half"] else ""
     largest = sorted(plan["terms"].items(), key=lambda item: -item[1])[:3]
