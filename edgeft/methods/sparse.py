@@ -63,7 +63,7 @@ class Sparse(Method):
             return layer  # type: ignore[no-any-return]
         if update.share >= 1 and scheme.bf16_weights:
             layer = TrainedLinear(self, module)
-            layer.register_buffer("half", weight_of(module).bfloat16())
+            layer.register_buffer("stored", weight_of(module).bfloat16())
             layer.weight = stand_in(layer)
             layer.stand_in = "weight"
             return layer  # type: ignore[no-any-return]
@@ -81,20 +81,20 @@ class Sparse(Method):
 
     def operand(self, layer: Any, backend: Backend, bf16: bool) -> torch.Tensor:
         if bf16:
-            return layer.half  # type: ignore[no-any-return]
-        return backend.memory.weights.take(layer.out_features, layer.in_features).copy_(layer.half)
+            return layer.stored  # type: ignore[no-any-return]
+        return backend.memory.weights.take(layer.out_features, layer.in_features).copy_(layer.stored)
 
     def optimizer(self, stack: Stack, parameters: dict[str, torch.nn.Parameter], recipe: Recipe) -> Optimizer:
         from edgeft.methods.layer import trained_linears
 
         made = super().optimizer(stack, parameters, recipe)
         layers = {path: layer for path, layer in trained_linears(stack).items() if layer.stand_in}
-        made.bf16_weights = {f"{path}.{layer.stand_in}": layer.half for path, layer in layers.items()}  # type: ignore[misc]
+        made.bf16_weights = {f"{path}.{layer.stand_in}": layer.stored for path, layer in layers.items()}  # type: ignore[misc]
         return made
 
     def dense_weight(self, layer: Any) -> torch.Tensor:
         if layer.stand_in:
-            return layer.half.float()  # type: ignore[no-any-return]
+            return layer.stored.float()  # type: ignore[no-any-return]
         if hasattr(layer, "up"):
             return weight_of(layer.base).addmm_(layer.up.detach(), layer.down)
         return weight_of(layer.base).index_copy_(1, layer.columns, layer.part.detach())

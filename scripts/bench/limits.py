@@ -25,7 +25,6 @@ import sys
 import tempfile
 import threading
 import time
-from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +56,10 @@ JOBS = [
     Job("smollm2", 600, 450, "", SHORT),
     Job("tinyllama", 900, 700, "*tinyllama*.gguf", SHORT),
     Job("qwen", 1200, 900, "*qwen2.5*1.5b*.gguf", SHORT),
-    # the last five blocks with biases, attention and the first linear of the FFN, as in PockEngine's paper
+    # the last five blocks with biases, attention and the first linear of the FFN, as in PockEngine's paper; low rank
     Job(
-        "llama2-7b", 3072, 2048, "llama2-7b*.gguf",
-        [*SHORT, "update.blocks=5", "update.tensors=q,k,v,o,up", "update.biases=true", "update.channels=0.25"],
+        "llama2-7b", 2048, 1536, "llama2-7b*.gguf",
+        [*SHORT, "update.blocks=5", "update.tensors=q,k,v,o,up", "update.biases=true"],
         shape="llama2-7b", fit=False, tokens=64, rows=16,
     ),
     Job("qwen-learns", 1536, 1024, "*qwen2.5*1.5b*.gguf", [], fit=False, tokens=384, rows=300, learns=True),
@@ -108,12 +107,12 @@ def settings(job: Job) -> list[str]:
     return [*sets, f"train.steps={job.steps}", "train.validations=1", f"train.batch_rows={job.rows // job.steps}"]
 
 
-def run(job: Job, model: Path, folder: Path, limit_bytes: int, args: Namespace) -> Outcome:
-    """The job as a user would start it, all of its processes under one limit."""
-    rows, place = args.data if job.learns else folder / "rows", folder / "run"
+def run(job: Job, model: Path, folder: Path, limit_bytes: int, more: list[str], data: Path | None = None) -> Outcome:
+    """The job as a user would start it, all of its processes under one limit. data: rows of a job that learns."""
+    rows, place = data or folder / "rows", folder / "run"
     if not job.learns:
         passage_rows(rows, job.rows, job.tokens)
-    sets = [*settings(job), *args.set]
+    sets = [*settings(job), *more]
     options: list[object] = ["--memory", f"{limit_bytes // MIB}MiB", "--model", model, "--data", rows, "--out", place]
     command = common.command("finetune", *options, "--json", *(["--fit"] if job.fit else []), sets=sets)
     forget_pages(model)
@@ -186,7 +185,7 @@ def main() -> None:
         folder = (args.keep or Path(tempfile.gettempdir())) / f"limits-{job.name}-{os.getpid()}"
         folder.mkdir(parents=True)
         try:
-            found.append(run(job, model, folder, mib * MIB, args))
+            found.append(run(job, model, folder, mib * MIB, args.set, args.data if job.learns else None))
         finally:
             if not args.keep:
                 shutil.rmtree(folder)
