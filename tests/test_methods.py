@@ -5,6 +5,7 @@ Gradients are held to plain autograd through transformers' own models, in both e
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -566,6 +567,21 @@ def test_resumed_is_the_same_bit_for_bit(three_blocks: Path, tmp_path: Path, way
     assert all(torch.equal(best[name], value) for name, value in checkpoint.read(run.best)[0].items())
     stack, scheme, _ = build.trained_stack(run)  # in plain torch, as exports see it
     assert all(torch.isfinite(value).all() for _, value in schemes.updated(stack, scheme))
+
+
+def test_bf16_weights_that_the_plan_chose_are_exported_and_kept(three_blocks: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", three_blocks, "sparse-rule", "how.weights=bf16", "how.compile=on")
+    stages.train(run, Progress())
+    found = json.loads(run.record.read_text())
+    found["asked"]["how"]["weights"] = "fp32"  # as if it had been the plan
+    run.record.write_text(json.dumps(found))
+    recipe = replace(run.recipe, how=replace(run.recipe.how, weights="fp32"))
+    (run.path / "recipe.yaml").write_text(config.dump(recipe))
+    stack, scheme, _ = build.trained_stack(Run.open(run.path))
+    weights = dict(schemes.updated(stack, scheme))
+    assert weights["layers.1.self_attn.v_proj.weight"].dtype == torch.float32
+    stored = checkpoint.read(run.best)[0]["layers.1.self_attn.v_proj.stored"]
+    assert torch.equal(weights["layers.1.self_attn.v_proj.weight"], stored.float())
 
 
 def test_channels_are_chosen_by_gradients_once(three_blocks: Path, tmp_path: Path) -> None:

@@ -186,6 +186,16 @@ def make(update: UpdateConfig, depth: int, arch: Architecture) -> Scheme:
     return scheme
 
 
+def with_weights(scheme: Scheme, kind: str) -> Scheme:
+    """kind: `how.weights`."""
+    if kind == "bf16" and not (scheme.method.bf16_weights and scheme.replaced):
+        raise ConfigError(
+            "`how.weights: bf16` is for tensors that are trained whole, and this recipe trains none",
+            "--set how.weights=fp32, or a recipe that does, such as `sparse-rule`",
+        )
+    return replace(scheme, bf16_weights=kind == "bf16")
+
+
 def apply(stack: Stack, scheme: Scheme, seed: int) -> dict[str, torch.nn.Parameter]:
     """Puts the scheme into the stack; returns what is trained, by its name in transformers' model."""
     import torch

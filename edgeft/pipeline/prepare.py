@@ -96,7 +96,9 @@ def make_plan(
     machine = Machine.here(recipe.how.threads, run.path)
     known = memory.EngineSpec(engine.compiled, engine.bf16, machine.threads) if engine else None
     shape = shape_of(model_source(recipe.model.path), recipe.model.frozen)
-    job, figures = make(Job(recipe, shape, Workload(*sides, recipe), machine, known), allowed.budget_bytes, allowed.fit)
+    asked = Job(recipe, shape, Workload(*sides, recipe), machine, known)
+    asked.resumed = run.recorded() is not None
+    job, figures = make(asked, allowed.budget_bytes, allowed.fit)
     progress.plan(figures)
     before = run.read_json(run.plan) or {}
     smaller = {"update": asdict(job.recipe.update), "model": asdict(job.recipe.model)} if figures["changed"] else None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from edgeft import config, plan
 from edgeft.config import ExecutionConfig, Recipe, format_size
 from edgeft.data.tokens import Encoded
+from edgeft.errors import ConfigError
 from edgeft.formats.source import model_source
 from edgeft.pipeline.prepare import make_plan
 from edgeft.run.folder import Run
@@ -50,7 +51,13 @@ def _decide(
     if by_size != recipe.update:
         recipe, update_why = replace(recipe, update=by_size), "blocks by the model's size"
     if before is not None:
-        recipe = replace(recipe, update=before.recipe.update, model=before.recipe.model)
+        kept = before.recipe.how.weights
+        if recipe.how.weights not in ("fp32", kept):
+            raise ConfigError(
+                f"this run keeps its weights in {kept}", f"--set how.weights={kept}, or start another run (--out)"
+            )
+        how = replace(recipe.how, weights=kept)
+        recipe = replace(recipe, update=before.recipe.update, model=before.recipe.model, how=how)
         update_why = before.update_why
     planned = (run.read_json(run.plan) or {}) if allowed.budget_bytes else {}
     how = recipe.how

@@ -57,8 +57,10 @@ class Workload:
         self.row_tokens = int(self.scale * sum(len(row.ids) for row in train))
         self.steps = schedule.steps
         self.answer_tokens = int(np.mean([row.trained.sum() for row in heldout])) if heldout else 0
-        # of all held-out rows, and of the few on which the exported file is verified; shared prefixes count once
-        self.held_tokens = int(self.heldout_rows / max(1, len(heldout)) * len(Forest(heldout)))
+        all_held = self.heldout_rows / max(1, len(heldout))
+        self.held_tokens = int(all_held * sum(len(row.ids) for row in heldout))
+        # scored at the end, and of the few on which the exported file is verified; shared prefixes count once
+        self.scored_tokens = int(all_held * len(Forest(heldout)))
         self.verify_tokens = len(Forest((heldout or train)[:VERIFY_ROWS]))
         rows = self.train_rows + self.validation_rows
         self.tree_tokens = int(len(self.forest) * rows / max(1, len(self.rows) + len(self.held)))  # of the trunk

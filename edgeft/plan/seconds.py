@@ -248,7 +248,7 @@ class Clock:
         shape, load, asked = self.shape, self.load, self.recipe.eval
         rows = min(asked.rows, load.heldout_rows)
         weights = shape.weights + shape.vocabulary * shape.width
-        tokens = load.held_tokens / max(1, load.heldout_rows) + min(asked.max_new_tokens, 2 * load.answer_tokens + 2)
+        tokens = load.scored_tokens / max(1, load.heldout_rows) + min(asked.max_new_tokens, 2 * load.answer_tokens + 2)
         row_s = 2 * 2.0 * weights * tokens / (LLAMA * self.rates.fp32)
         if asked.time_share:
             affordable = int((asked.time_share * trained - START_S["eval"]) / row_s)

@@ -48,8 +48,7 @@ def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, 
     from edgeft.methods import scheme
 
     stack = load_stack(recipe, engine)
-    chosen = scheme.make(recipe.update, stack.depth, stack.arch)
-    chosen = replace(chosen, bf16_weights=recipe.how.weights == "bf16")
+    chosen = scheme.with_weights(scheme.make(recipe.update, stack.depth, stack.arch), recipe.how.weights)
     return stack, chosen, scheme.apply(stack, chosen, recipe.train.seed)
 
 
@@ -64,7 +63,7 @@ def trained_stack(
         raise RunError(
             f"{run.path} has no trained weights yet", f"continue with `edgeft finetune --resume --out {run.path}`"
         )
-    how = replace(run.recipe.how, spare_memory=spare_memory)
+    how = replace(run.recipe.how, spare_memory=spare_memory, weights=run.effective.how.weights)
     stack, scheme, parameters = build(replace(run.effective, how=how), engine)
     load_trained(checkpoint_tensors(stack, parameters), run, progress)
     return stack, scheme, parameters

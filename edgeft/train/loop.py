@@ -118,7 +118,7 @@ class Trainer:
             return
         self.memory.pool.resize(self.memory.pool.rows)  # it used buffers of other widths than training does
         self.memory.trim(always=True)  # and part of it ran in plain torch, outside the pool
-        self.progress.line(f"channels chosen by the gradients of {len(rows)} rows")
+        self.progress.line(f"directions or channels chosen by the gradients of {len(rows)} rows")
 
     def _observe(self, parts: Iterable[list[int]]) -> None:
         for part in parts:
