@@ -235,7 +235,8 @@ def job(source: Path, recipe: config.Recipe, disk_bytes: int = 0) -> Job:
 
 KINDS = {
     "adamw": ("sparse-bp", "update.low_rank=0"),
-    "low rank": ("sparse-bp", "update.low_rank=16"),
+    "low rank": ("sparse-bp", "update.low_rank=16", "train.average=0"),
+    "averaged": ("sparse-bp", "update.low_rank=16", "train.average=0.9"),
     "lora": ("lora", "model.frozen=auto"),
     "tinytl": ("tinytl",),
     "8bit": ("sparse-bp", "update.low_rank=0", "how.optimizer_state=8bit", "how.compile=on"),

@@ -534,6 +534,7 @@ RUNS = {
     "bf16 weights": ("sparse-rule", "how.weights=bf16", "how.optimizer_state=8bit", "how.compile=on"),
     "bf16 weights, in place": ("sparse-rule", "how.weights=bf16", "how.step_in_place=true", "how.compile=on"),
     "low rank": ("sparse-rule", "update.low_rank=4", "train.low_rank_lr=0.01", "how.compile=on"),
+    "low rank, averaged": ("sparse-rule", "update.low_rank=4", "train.average=0.7", "how.compile=on"),
     "low rank, recomputed": ("sparse-rule", "update.low_rank=4", "how.compile=on", "how.recompute=true"),
     "biases": ("bias-norm", "how.compile=on"),
     "tinytl": ("tinytl", "how.compile=on"),
@@ -582,6 +583,37 @@ def test_bf16_weights_that_the_plan_chose_are_exported_and_kept(three_blocks: Pa
     assert weights["layers.1.self_attn.v_proj.weight"].dtype == torch.float32
     stored = checkpoint.read(run.best)[0]["layers.1.self_attn.v_proj.stored"]
     assert torch.equal(weights["layers.1.self_attn.v_proj.weight"], stored.float())
+
+
+def test_the_average_is_validated_and_exported(three_blocks: Path, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", three_blocks, *RUNS["low rank, averaged"])
+    stages.train(run, Progress())
+    steps = [saved(run, step) for step in range(1, 5)]
+    name = "layers.1.self_attn.v_proj.up"
+    shares = [0.7 ** (4 - step) for step in range(1, 5)]
+    mean = sum(share * step[name] for share, step in zip(shares, steps, strict=True)) / sum(shares)
+    assert torch.allclose(steps[3]["average." + name], mean, atol=1e-7)
+    best = checkpoint.read(run.best)[0]
+    stack, scheme, parameters = build.trained_stack(run)
+    assert all(torch.equal(value, best["average." + key]) for key, value in parameters.items())
+    assert not torch.equal(best["average." + name], best[name])
+    rows, heldout = tokens.load(run.tokens)
+    forest = Forest(rows + heldout)
+    held = list(range(len(rows), len(forest.paths)))
+    with torch.no_grad():
+        _, batch = batch_of(forest, held)
+        top = stack.top(stack.trunk(batch, scheme.cut), batch, scheme.cut)
+        loss = float(stack.head.loss(top, batch.targets)) / forest.trained(held)
+    done = run.read_json(run.done)
+    assert done is not None
+    assert loss == pytest.approx(done["best_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("way", ["bf16 weights", "qas"])
+def test_only_float32_weights_are_averaged(three_blocks: Path, tmp_path: Path, way: str) -> None:
+    run = start(tmp_path / "run", three_blocks, *RUNS[way], "train.average=0.9")
+    with pytest.raises(ConfigError, match="float32"):
+        stages.train(run, Progress())
 
 
 def test_channels_are_chosen_by_gradients_once(three_blocks: Path, tmp_path: Path) -> None:

@@ -140,6 +140,13 @@ class TrainConfig:
     # at 1 AdamW's bias correction divides by zero
     beta1: float = knob(0.9, "AdamW's decay of the first moment", low=0.0, high=0.9999)
     beta2: float = knob(0.99, "AdamW's decay of the second moment", low=0.0, high=0.9999)
+    average: float = knob(
+        0.0,
+        "decay of a moving average of the weights over the steps, which is validated and exported in their place; "
+        "0 = none",
+        low=0.0,
+        high=0.9999,
+    )
     clip: float = knob(1.0, "maximum norm of the whole gradient; 0 = no clipping", low=0.0)
     seed: int = knob(0, "seed of the order of rows and blocks, adapter initialisation and stochastic rounding", low=0)
     order: str = knob(

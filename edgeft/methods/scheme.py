@@ -186,8 +186,10 @@ def make(update: UpdateConfig, depth: int, arch: Architecture) -> Scheme:
     return scheme
 
 
-def with_weights(scheme: Scheme, kind: str) -> Scheme:
-    """kind: `how.weights`."""
+def with_weights(scheme: Scheme, kind: str, average: float) -> Scheme:
+    """kind: `how.weights`; average: `train.average`."""
+    if average and (kind == "bf16" or scheme.method.weight_bytes != 4):
+        raise ConfigError("`train.average` is for float32 weights", "use `--set train.average=0`")
     if kind == "bf16" and not (scheme.method.bf16_weights and scheme.replaced):
         raise ConfigError(
             "`how.weights: bf16` is for tensors that are trained whole, and this recipe trains none",

@@ -73,7 +73,8 @@ class Job(RunSpec):
         """engine: of a run that already has one."""
         recipe = replace(recipe, update=schemes.with_blocks(recipe.update, shape.depth, shape.weights))
         self.recipe, self.shape, self.load, self.machine = recipe, shape, load, machine
-        self.scheme = schemes.with_weights(schemes.make(recipe.update, shape.depth, shape.arch), recipe.how.weights)
+        scheme = schemes.make(recipe.update, shape.depth, shape.arch)
+        self.scheme = schemes.with_weights(scheme, recipe.how.weights, recipe.train.average)
         self.resumed = False  # weights stay in the type that its checkpoints have
         self.engine = engine or self._engine()
         self.auto_products = engine is None and recipe.how.products == "auto"
@@ -129,7 +130,7 @@ def _precisions(job: Job) -> list[dict[str, Any]]:
         return [{}]
     states = [state for state in order[order.index(how.optimizer_state) :] if state in method.optimizer_states]
     levels: list[dict[str, Any]] = [{"optimizer_state": state} for state in states]
-    if method.bf16_weights and job.scheme.replaced and not job.resumed:
+    if method.bf16_weights and job.scheme.replaced and not job.resumed and not job.recipe.train.average:
         least = {**levels[-1], "weights": "bf16"}
         levels += [level for level in (least, {**least, "step_in_place": True}) if replace(how, **level) != how]
     return levels

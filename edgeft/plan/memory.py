@@ -104,6 +104,11 @@ def weight_bytes(recipe: Recipe, shape: Shape, scheme: Scheme) -> int:
     return every - 2 * sum(math.prod(shape.linear(tensor)) for _, tensor in in_bf16)
 
 
+def average_bytes(recipe: Recipe, shape: Shape, scheme: Scheme) -> int:
+    """Of `train.average`, beside the weights."""
+    return 4 * trained_parameters(shape, scheme) if recipe.train.average else 0
+
+
 def state_bytes(recipe: Recipe) -> float:
     """Optimiser state per trained parameter."""
     if recipe.train.optimizer == "adamw":
@@ -191,13 +196,13 @@ def _forward(shape: Shape, tokens: int) -> int:
 
 
 def _trunk(spec: RunSpec) -> dict[str, float]:
-    shape, how = spec.shape, spec.recipe.how
+    shape, scheme, how = spec.shape, spec.scheme, spec.recipe.how
     tokens = max((p.tokens for p in spec.load.trunk(how.micro_batch_tokens)), default=spec.load.longest)
-    running = range(1) if how.trunk_order == "blocks" else range(spec.scheme.cut)
+    running = range(1) if how.trunk_order == "blocks" else range(scheme.cut)
     return {
         "libraries": _libraries(spec),  # its GEMMs are float32
         "packed frozen weights": _weights(spec, running, how.spare_memory),
-        "trained weights": spec.weight_bytes,
+        "trained weights": spec.weight_bytes + average_bytes(spec.recipe, shape, scheme),
         "saved activations": _forward(shape, tokens),
         "boundary states": tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
         "unpack scratch": _scratch(shape, spec.engine),
@@ -219,7 +224,7 @@ def _train(spec: RunSpec) -> dict[str, float]:
     return {
         "libraries": _libraries(spec, load.sizes(how.micro_batch_tokens) if spec.engine.half else None),
         "packed frozen weights": _weights(spec, range(scheme.cut, shape.depth), how.spare_memory),
-        "trained weights": spec.weight_bytes,
+        "trained weights": spec.weight_bytes + average_bytes(spec.recipe, shape, scheme),
         "gradients": 4 * (max(tensors) if alone else active),
         "optimiser state": state_bytes(spec.recipe) * active,
         "saved activations": _activations(spec, widest.tokens, widest.outputs),

@@ -48,7 +48,8 @@ def build(recipe: Recipe, engine: Engine | None = None) -> tuple[Stack, Scheme, 
     from edgeft.methods import scheme
 
     stack = load_stack(recipe, engine)
-    chosen = scheme.with_weights(scheme.make(recipe.update, stack.depth, stack.arch), recipe.how.weights)
+    chosen = scheme.make(recipe.update, stack.depth, stack.arch)
+    chosen = scheme.with_weights(chosen, recipe.how.weights, recipe.train.average)
     return stack, chosen, scheme.apply(stack, chosen, recipe.train.seed)
 
 
@@ -57,6 +58,7 @@ def trained_stack(
 ) -> tuple[Stack, Scheme, dict[str, Any]]:
     """The run's model with its best checkpoint loaded."""
     from edgeft.methods.layer import checkpoint_tensors
+    from edgeft.train.average import in_place_of
     from edgeft.train.loop import load_trained
 
     if not run.best.is_file():
@@ -65,5 +67,6 @@ def trained_stack(
         )
     how = replace(run.recipe.how, spare_memory=spare_memory, weights=run.effective.how.weights)
     stack, scheme, parameters = build(replace(run.effective, how=how), engine)
-    load_trained(checkpoint_tensors(stack, parameters), run, progress)
+    stored = checkpoint_tensors(stack, parameters)
+    load_trained(in_place_of(stored, parameters) if run.effective.train.average else stored, run, progress)
     return stack, scheme, parameters

@@ -37,6 +37,7 @@ from edgeft.run import events
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.train import checkpoint, trunk
+from edgeft.train.average import Average
 from edgeft.train.governor import Governor, stop_requests
 from edgeft.train.totals import Guard, Remaining, StepTotals
 from edgeft.train.watch import Watch, is_out_of_memory
@@ -58,7 +59,8 @@ class Trainer:
         train, heldout = sides
         self.recipe = run.effective
         self.run, self.stack, self.scheme, self.parameters = run, stack, scheme, parameters
-        self.stored = checkpoint_tensors(stack, parameters)
+        self.average = Average(parameters, self.recipe.train.average)
+        self.stored = checkpoint_tensors(stack, parameters) | self.average.tensors()
         self.progress = progress
         how = self.recipe.how
         self.backend, self.memory = stack.options.backend, stack.options.backend.memory
@@ -254,6 +256,7 @@ class Trainer:
             raise self._stopped()
         norm = self.optimizer.step()
         self.step += 1
+        self.average.add(self.step)
         seconds = self.governor.worked_s() - begin
         self.trained_s += seconds
         if not self.guard.good(totals.loss, norm):
@@ -317,7 +320,8 @@ class Trainer:
 
     def _validate(self) -> None:
         begin = self.governor.worked_s()
-        loss = self.heldout_loss()
+        with self.average.applied():
+            loss = self.heldout_loss()
         better = loss < self.best_loss or not self.heldout
         seconds = round(self.governor.worked_s() - begin, 3)
         self.run.log(events.ValidationEvent(self.step, loss, seconds, better))
