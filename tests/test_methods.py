@@ -536,6 +536,7 @@ RUNS = {
     "low rank": ("sparse-rule", "update.low_rank=4", "train.low_rank_lr=0.01", "how.compile=on"),
     "low rank, averaged": ("sparse-rule", "update.low_rank=4", "train.average=0.7", "how.compile=on"),
     "low rank, recomputed": ("sparse-rule", "update.low_rank=4", "how.compile=on", "how.recompute=true"),
+    "few tokens": ("sparse-rule", "update.low_rank=4", "update.tokens=6", "how.compile=on"),
     "biases": ("bias-norm", "how.compile=on"),
     "tinytl": ("tinytl", "how.compile=on"),
     "qas": ("qas-int8", "update.norms=true", "how.compile=on"),

@@ -71,10 +71,10 @@ def test_a_run_records_the_blocks_that_it_trains_by_size(three_blocks: Path, tmp
 
 def test_bf16_weights_are_for_tensors_that_are_trained_whole() -> None:
     llama = arch.get("llama")
-    assert scheme.with_weights(scheme.make(UpdateConfig(), 4, llama), "bf16").bf16_weights
+    assert scheme.with_weights(scheme.make(UpdateConfig(), 4, llama), "bf16", 0).bf16_weights
     for update in (UpdateConfig(low_rank=4), UpdateConfig(channels=0.5), UpdateConfig(method="qas")):
         with pytest.raises(ConfigError, match="trained whole"):
-            scheme.with_weights(scheme.make(update, 4, llama), "bf16")
+            scheme.with_weights(scheme.make(update, 4, llama), "bf16", 0)
 
 
 def test_biases_only_where_llama_cpp_reads_them() -> None:

@@ -44,7 +44,7 @@ def test_schedule() -> None:
     assert apart.bias_lr(0) == 2e-3  # whatever the width
     assert apart.bias_lr(2) / apart.lr(2) == pytest.approx(2e-3 / apart.peak)
     low_rank = TrainConfig(lr=1e-3, lr_width=576, low_rank_lr=2e-3)
-    assert Schedule(10, low_rank, width=2304).low_rank_peak == pytest.approx(1e-3)  # a quarter of the width
+    assert Schedule(10, low_rank, width=2304).low_rank_peak == pytest.approx(5e-4)  # a quarter of the width
     assert Schedule(10, TrainConfig(low_rank_lr=2e-3), width=2304).low_rank_peak == 2e-3
     assert Schedule(10, TrainConfig(lr=1e-3, lr_width=576), width=2304).low_rank_peak == pytest.approx(2.5e-4)
 

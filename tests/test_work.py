@@ -43,7 +43,7 @@ def test_products_are_those_counted(model: Path, update: UpdateConfig) -> None:
         stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets).backward()  # type: ignore[no-untyped-call]
     outputs = len(torch.unique(batch.at))
     # without pairs: attention is one kernel, which the counter does not see into
-    sizes = Pass(len(batch.tokens), 0, outputs, 0, len(batch.targets))
+    sizes = Pass.whole(len(batch.tokens), 0, outputs, 0, len(batch.targets))
     want = step_flops(shape_of_config(stack.arch, stack.config), scheme, sizes)
     assert counter.get_total_flops() == pytest.approx(want, rel=1e-9)
 

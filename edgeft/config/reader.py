@@ -62,7 +62,7 @@ def type_name(hint: Any) -> str:
 
 def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
     if hint is Any:
-        return value
+        return _checked(value, key, meta)
     about = f"{key}: {meta.get('about', '')}"
     bad = ConfigError(f"`{key}` must be {type_name(hint)}, not {shown(value)}", about)
     if isinstance(hint, types.UnionType):
@@ -99,11 +99,15 @@ def _coerce(value: Any, hint: Any, key: str, meta: dict[str, Any]) -> Any:
     if (low is not None and value < low) or (high is not None and value > high):
         limits = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
         raise ConfigError(f"`{key}` is {value}; it must be {limits}", about)
+    return _checked(value, key, meta)
+
+
+def _checked(value: Any, key: str, meta: dict[str, Any]) -> Any:
     if check := meta.get("check"):
         try:
             check(value)
         except ValueError as error:
-            raise ConfigError(f"`{key}`: {error}", about) from None
+            raise ConfigError(f"`{key}`: {error}", f"{key}: {meta.get('about', '')}") from None
     return value
 
 

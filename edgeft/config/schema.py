@@ -30,6 +30,14 @@ def knob(
     return field(default=default, metadata=metadata)
 
 
+BY_SIZE = "by size"  # of the model: see methods/scheme.py
+
+
+def gradient_tokens(value: Any) -> None:
+    if value != BY_SIZE and not (type(value) is int and 0 <= value < 1 << 20):
+        raise ValueError(f"`{value}` is no number of tokens")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     path: str | None = knob(None, "GGUF file, Hugging Face directory or hub id; none = the embedded model")
@@ -90,6 +98,12 @@ class UpdateConfig:
         "weight: those with the largest weights; first: the first ones",
         choices=("gradient", "weight", "first"),
     )
+    tokens: Any = knob(
+        0,
+        "tokens before a row's first trained one through which gradients pass; those before them are only read, as in "
+        "inference; 0 = all; 'by size': all, or 32 in a model with 500 M weights or more in its blocks",
+        check=gradient_tokens,
+    )
     low_rank: int = knob(
         0,
         "sparse: train an update of this rank beside each weight, which stays packed, along the input directions with "
@@ -124,8 +138,7 @@ class TrainConfig:
     lr: float = knob(2e-4, "peak learning rate", low=0.0)
     lr_width: int = knob(
         0,
-        "model width that rates were tuned for: other widths use lr × lr_width / width, and low_rank_lr × the root of "
-        "that; 0 = unscaled",
+        "model width that rates were tuned for: other widths use lr × lr_width / width; 0 = unscaled",
         low=0,
     )
     bias_lr: float = knob(

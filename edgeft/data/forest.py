@@ -53,6 +53,18 @@ class Forest:
         """Targets in these rows."""
         return sum(len(self.targets[i]) for i in rows)
 
+    def live(self, rows: Sequence[int], tokens: int) -> np.ndarray:
+        """(nodes,) true where gradients pass: of each row, from this many tokens above the first that predicts a
+        target, and everything below such a token. The others, the context, are whole beginnings of rows."""
+        live = np.zeros(len(self), bool)
+        for row in rows:
+            if len(self.at[row]):
+                live[self.paths[row][max(0, int(self.positions[self.at[row][0]]) - tokens) :]] = True
+        flags = live.tolist()
+        for node, parent in enumerate(self.parents.tolist()):
+            flags[node] = flags[node] or (parent >= 0 and flags[parent])
+        return np.array(flags, bool)
+
     def nodes(self, rows: Sequence[int]) -> np.ndarray:
         return np.unique(np.concatenate([self.paths[i] for i in rows]))
 

@@ -40,13 +40,31 @@ class Piece:
 class Tree:
     """Tokens in depth-first order: a token's subtree is [i, i + size[i])."""
 
-    def __init__(self, parents: np.ndarray) -> None:
-        self.size = np.ones(len(parents), np.int64)
+    def __init__(self, parents: np.ndarray, live: np.ndarray | None = None) -> None:
+        """live: (T,) true where gradients pass, see Forest.live; None: everywhere."""
+        size = np.ones(len(parents), np.int64)
         for i in range(len(parents) - 1, 0, -1):
             if parents[i] >= 0:
-                self.size[parents[i]] += self.size[i]
+                size[parents[i]] += size[i]
+        self._lay_out(size)
+        if live is not None and not live.all():
+            self.live, self.context = np.flatnonzero(live), np.flatnonzero(~live)
+
+    def _lay_out(self, size: np.ndarray) -> None:
+        self.size = size
+        self.live: np.ndarray | None = None  # tokens through which gradients pass; None: all
+        self.context = np.empty(0, np.int64)  # the others, none of which sees a live one
         self.pieces: list[Piece] = []
-        self._split(0, len(parents), [])
+        self._split(0, len(size), [])
+
+    def context_tree(self) -> Tree:
+        """The context alone."""
+        inside = np.zeros(len(self.size), np.int64)
+        inside[self.context] = 1
+        before = np.concatenate([[0], np.cumsum(inside)])
+        tree = Tree.__new__(Tree)
+        tree._lay_out(before[self.context + self.size[self.context]] - before[self.context])
+        return tree
 
     @staticmethod
     def chain(length: int) -> Tree:

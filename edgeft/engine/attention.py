@@ -81,6 +81,7 @@ def tree_attention_back(plan: AttentionPlan, saved: tuple[Tensor, ...], dout: Te
         dscores.mul_(weights).mul_(plan.heads.scale)
         dq[:, :, span] = torch.bmm(dscores, keys).view(groups, -1, len(blocked), width)
         dk.index_add_(1, seen, torch.bmm(dscores.transpose(1, 2), part))
+    dk[:, plan.tree.context], dv[:, plan.tree.context] = 0, 0  # no gradient passes there
     return dq.view(heads, length, width), dk, dv
 
 

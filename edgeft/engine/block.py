@@ -273,45 +273,111 @@ def feed_forward(x: Tensor, modules: tuple[Any, ...], compute: ComputeOptions) -
     return out
 
 
+class Context:
+    """Tokens that others see and through which no gradient passes: of each block only keys and values are kept."""
+
+    def __init__(self, tree: Tree) -> None:
+        assert tree.live is not None
+        self.tokens, self.live = torch.from_numpy(tree.context), torch.from_numpy(tree.live)
+        self.blocks: dict[Any, tuple[Tensor, Tensor]] = {}  # by module: rotated keys, and values, (R, G·d)
+
+    def joined(self, block: Any, k: Tensor, v: Tensor, backend: Backend) -> list[Tensor]:
+        """Keys and values of all tokens (T, G·d), from those of the live ones."""
+        every = []
+        for kept, x in zip(self.blocks[block], (k, v), strict=True):
+            out = backend.memory.pool.take(len(self.tokens) + len(self.live), x.shape[1])
+            every.append(out.index_copy_(0, self.tokens, kept).index_copy_(0, self.live, x))
+        return every
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What attention reads beside q, k and v; turns: cosines and sines of q, then of k."""
+
+    turns: tuple[Tensor, ...]
+    plan: AttentionPlan
+    backend: Backend
+    context: Context | None
+    block: Any
+
+    def rotate(self, q: Tensor, k: Tensor, sign: float) -> None:
+        for x, cos, sin in ((q, *self.turns[:2]), (k, *self.turns[2:])):
+            self.backend.rotate(x, cos, sin, self.plan.heads.width, sign)
+
+    def all_keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [k, v] if self.context is None else self.context.joined(self.block, k, v, self.backend)
+
+    def live(self, x: Tensor) -> Tensor:
+        """The rows of a gradient that are not the context's."""
+        if self.context is None:
+            return x
+        out = self.backend.memory.pool.take(len(self.context.live), x.shape[1])
+        return torch.index_select(x, 0, self.context.live, out=out)
+
+
 class _Attend(torch.autograd.Function):
-    """q (A, H·d), k and v (T, G·d) as the layers gave them → (A, H·d); q and k are rotated in place."""
+    """q (A, H·d), k and v (L, G·d) as the layers gave them → (A, H·d); q and k are rotated in place."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rest: tuple[tuple[Tensor, ...], AttentionPlan, Backend]
-    ) -> Tensor:
-        (cos_q, sin_q, cos_k, sin_k), plan, backend = ctx.rest = rest
-        backend.rotate(q, cos_q, sin_q, plan.heads.width, 1.0)
-        backend.rotate(k, cos_k, sin_k, plan.heads.width, 1.0)
-        out, more = backend.attend(plan, q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> Tensor:
+        ctx.spec = spec
+        spec.rotate(q, k, 1.0)
+        out, more = spec.backend.attend(spec.plan, q, *spec.all_keys(k, v))
         ctx.save_for_backward(q, k, v, out, more)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (cos_q, sin_q, cos_k, sin_k), plan, backend = ctx.rest
-        dq, dk, dv = backend.attend_back(plan, ctx.saved_tensors, grads[0].contiguous())
-        backend.rotate(dq, cos_q, sin_q, plan.heads.width, -1.0)
-        backend.rotate(dk, cos_k, sin_k, plan.heads.width, -1.0)
+        spec: Attention = ctx.spec
+        q, k, v, out, more = ctx.saved_tensors
+        saved = (q, *spec.all_keys(k, v), out, more)
+        dq, dk, dv = spec.backend.attend_back(spec.plan, saved, grads[0].contiguous())
+        del saved
+        dk, dv = spec.live(dk), spec.live(dv)
+        spec.rotate(dq, dk, -1.0)
         return dq, dk, dv, None
 
 
 class Runner:
     """Blocks of one model over one batch, as its architecture lays them out."""
 
-    def __init__(self, compute: ComputeOptions, stack: Any, tree: Tree, rotary: tuple[Tensor, Tensor]) -> None:
-        """rotary: cosines and sines (T, d)."""
+    def __init__(
+        self,
+        compute: ComputeOptions,
+        stack: Any,
+        tree: Tree,
+        rotary: tuple[Tensor, Tensor],
+        context: Context | None = None,
+    ) -> None:
+        """rotary: cosines and sines (T, d); context: what is seen beside the tokens that this runs."""
         self.compute, self.backend, self.tree, self.arch = compute, compute.backend, tree, stack.arch
+        self.context = context
         self.sizes, self.scales = self.arch.sizes(stack.config), self.arch.scales(stack.config)
         width = self.sizes.head
         scale = width**-0.5 if self.scales.scores is None else self.scales.scores
         self.heads = Heads(self.sizes.query // width, self.sizes.key // width, width, scale)
         self.cos, self.sin = (t.float().contiguous() for t in rotary)
-        self.plan = self.backend.attention_plan(tree, self.heads)
+        self.plan = self.backend.attention_plan(tree, self.heads, None if context is None else context.live)
 
     def block(self, block: Any, stream: DeferredResidual) -> DeferredResidual:
         """One block; its last sum is deferred to the next norm."""
         return self._after(block, *self._mixed(block, stream))
+
+    def read_block(self, block: Any, stream: DeferredResidual, context: Context) -> DeferredResidual:
+        """As `block`; its keys and values go into the context."""
+        x, h = self._norm(block, "attention", stream)
+        q, k, v = self._qkv(block, h)
+        mixed = self._attend(block, q, k, v, self.plan)  # k is rotated by now
+        context.blocks[block] = (k, v)
+        return self._after(block, x, mixed)
+
+    def read_keys(self, block: Any, stream: DeferredResidual, context: Context) -> None:
+        """Of the last block, nothing else is needed."""
+        _, h = self._norm(block, "attention", stream)
+        k, v = linears(h, self._modules(block, "k", "v"), self.compute)
+        k = self._head_norm(block, "k", k)
+        self.backend.rotate(k, self.cos, self.sin, self.heads.width, 1.0)
+        context.blocks[block] = (k, v)
 
     def selective_block(self, block: Any, stream: DeferredResidual) -> DeferredResidual:
         """As `block`, but only the residual stream before it is kept. The backward pass computes all again except down,
@@ -355,20 +421,24 @@ class Runner:
         """(the residual stream, the input of o)."""
         x, h = self._norm(block, "attention", stream)
         q, k, v = self._qkv(block, h)
-        return x, self._attend(q, k, v, self.plan)
+        return x, self._attend(block, q, k, v, self.plan)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, queries: Tensor | None = None) -> Tensor:
-        """queries: the tokens of q, if not all."""
+    def _attend(
+        self, block: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, queries: Tensor | None = None
+    ) -> Tensor:
+        """queries: the rows of q, if not all."""
         turns = (self.cos, self.sin) if queries is None else (self.cos[queries], self.sin[queries])
-        mixed: Tensor = _Attend.apply(q, k, v, ((*turns, self.cos, self.sin), plan, self.backend))
+        spec = Attention((*turns, self.cos, self.sin), plan, self.backend, self.context, block)
+        mixed: Tensor = _Attend.apply(q, k, v, spec)
         return mixed
 
     def last_block(self, block: Any, stream: DeferredResidual, queries: Tensor) -> DeferredResidual:
-        """The last block, of which only these tokens are needed: of the others, only keys and values."""
+        """The last block, of which only these rows are needed: of the others, only keys and values."""
         x, h = self._norm(block, "attention", stream)
         q, k, v = self._qkv(block, h, h[queries])
-        plan = self.backend.attention_plan(self.tree, self.heads, queries)
-        return self._after(block, x[queries], self._attend(q, k, v, plan, queries))
+        tokens = queries if self.context is None else self.context.live[queries]
+        plan = self.backend.attention_plan(self.tree, self.heads, tokens)
+        return self._after(block, x[queries], self._attend(block, q, k, v, plan, queries))
 
     def _qkv(self, block: Any, h: Tensor, asking: Tensor | None = None) -> tuple[Tensor, ...]:
         """asking: the input of q, if that is not all of h."""

@@ -20,7 +20,7 @@ from edgeft.data.forest import Forest
 from edgeft.data.tree import Tree
 from edgeft.engine import attention
 from edgeft.engine.backend import TORCH, Backend
-from edgeft.engine.block import DeferredResidual, Runner, add_norm, recomputed
+from edgeft.engine.block import Context, DeferredResidual, Runner, add_norm, recomputed
 from edgeft.engine.linear import ComputeOptions
 from edgeft.engine.packed import PackedHead
 
@@ -33,13 +33,13 @@ class Batch:
 
     tokens: Tensor  # (T,)
     positions: Tensor  # (T,) in their rows
-    tree: Tree  # which token sees which
+    tree: Tree  # which token sees which, and through which gradients pass
     at: Tensor  # (n,) where a trained target is predicted
     targets: Tensor  # (n,)
 
 
-def batch_of(forest: Forest, rows: Sequence[int]) -> tuple[np.ndarray, Batch]:
-    """(node numbers, tensors) of the smallest forest that holds these rows."""
+def batch_of(forest: Forest, rows: Sequence[int], live: np.ndarray | None = None) -> tuple[np.ndarray, Batch]:
+    """(node numbers, tensors) of the smallest forest that holds these rows; live: Forest.live, None: all of it."""
     nodes = forest.nodes(rows)
     parents = np.searchsorted(nodes, forest.parents[nodes])  # a path is whole: every parent is in `nodes`
     parents[forest.parents[nodes] < 0] = -1
@@ -48,7 +48,7 @@ def batch_of(forest: Forest, rows: Sequence[int]) -> tuple[np.ndarray, Batch]:
     return nodes, Batch(
         tokens=torch.from_numpy(forest.tokens[nodes].astype(np.int64)),
         positions=torch.from_numpy(forest.positions[nodes].astype(np.int64)),
-        tree=Tree(parents),
+        tree=Tree(parents, None if live is None else live[nodes]),
         at=torch.from_numpy(at.astype(np.int64)),
         targets=torch.from_numpy(targets.astype(np.int64)),
     )
@@ -106,7 +106,7 @@ class Stack:
         """Consecutive blocks over a batch, (T, d) → (T, d)."""
         if not self.options.backend.runs_blocks:
             return self._run_modules(hidden[None], batch.positions[None], batch.tree, blocks)[0]
-        runner = self._runner(batch, bf16)
+        runner = self._runner(batch.positions, batch.tree, bf16)
         stream: DeferredResidual = (hidden, None)
         for number in blocks:
             stream = self._through(runner.block, self.layers[number], stream)
@@ -135,9 +135,21 @@ class Stack:
         """What the head reads: the logits' scale is applied here."""
         return normed if self.logit_scale == 1 else normed * self.logit_scale
 
-    def _runner(self, batch: Batch, bf16: bool) -> Runner:
-        cos, sin = self.rotary(batch.positions[None])
-        return Runner(ComputeOptions(self.options.backend, bf16), self, batch.tree, (cos[0], sin[0]))
+    def _runner(self, positions: Tensor, tree: Tree, bf16: bool, context: Context | None = None) -> Runner:
+        """positions: of the tokens that it runs."""
+        cos, sin = self.rotary(positions[None])
+        return Runner(ComputeOptions(self.options.backend, bf16), self, tree, (cos[0], sin[0]), context)
+
+    def _context(self, hidden: Tensor, batch: Batch, cut: int) -> Context:
+        """Runs the tokens through which no gradient passes, as in inference: only what others see of them is kept."""
+        context = Context(batch.tree)
+        runner = self._runner(batch.positions[context.tokens], batch.tree.context_tree(), self.options.bf16)
+        stream: DeferredResidual = (hidden[context.tokens], None)
+        with torch.no_grad():
+            for block in self.layers[cut:-1]:
+                stream = runner.read_block(block, stream, context)
+            runner.read_keys(self.layers[-1], stream, context)
+        return context
 
     def _through(self, function: Callable[..., Any], block: nn.Module, stream: DeferredResidual) -> DeferredResidual:
         """One block's function; its activations are kept or computed again."""
@@ -154,7 +166,12 @@ class Stack:
         if not options.backend.runs_blocks or cut == self.depth:
             return self.final(self.run(hidden, batch, range(cut, self.depth))[batch.at])
         queries, place = torch.unique(batch.at, return_inverse=True)  # two rows may predict at the same place
-        runner = self._runner(batch, options.bf16)
+        positions, context = batch.positions, None
+        if batch.tree.live is not None and torch.is_grad_enabled():
+            context = self._context(hidden, batch, cut)
+            hidden, positions = hidden[context.live], positions[context.live]
+            queries = torch.searchsorted(context.live, queries)
+        runner = self._runner(positions, batch.tree, options.bf16, context)
         stream: DeferredResidual = (hidden, None)
         for block in self.layers[cut:-1]:
             selective = options.recompute == "selective" and _needs_gradient(block, stream)

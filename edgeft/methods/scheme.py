@@ -16,6 +16,7 @@ import numpy as np
 from edgeft import methods
 from edgeft.arch import Architecture
 from edgeft.config import PartConfig, UpdateConfig
+from edgeft.config.schema import BY_SIZE
 from edgeft.errors import ConfigError
 from edgeft.methods import Method
 from edgeft.methods.base import Update
@@ -30,8 +31,10 @@ BLOCKS_HINT = (
     "`6` is the top six, `11-19` a range, `[3, 7]` single ones, `37%-67%` a share of the depth, `all`, `by size` or "
     "`auto`"
 )
-BY_SIZE = "by size"
-LARGE = 500_000_000  # weights of all blocks: from here on the lower third of the depth stays frozen (recipes/sparse-bp)
+# Weights of all blocks: from here on the lower third of the depth stays frozen, and gradients pass through few tokens
+# (recipes/sparse-bp)
+LARGE = 500_000_000
+LARGE_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Scheme:
     norms: frozenset[int] = frozenset()  # blocks
     choose: str = "gradient"  # how channels are chosen where a share is below 1
     alpha: float = 0.0
+    tokens: int = 0  # before a row's first trained one, through which gradients pass; 0: all
     bf16_weights: bool = False  # weights that are trained whole are kept in bf16
     cycle_blocks: int = 0  # trained at a time; 0: all
     cycle_steps: int = 1
@@ -132,8 +136,11 @@ def _one(item: Any, depth: int, single: bool) -> range:
 
 
 def with_blocks(update: UpdateConfig, depth: int, weights: int) -> UpdateConfig:
-    """With block numbers in place of `by size`. weights: of all blocks together."""
-    blocks = parse_blocks("37%-100%" if weights >= LARGE else "10%-100%", depth)
+    """With numbers in place of `by size`. weights: of all blocks together."""
+    large = weights >= LARGE
+    if update.tokens == BY_SIZE:
+        update = replace(update, tokens=LARGE_TOKENS if large else 0)
+    blocks = parse_blocks("37%-100%" if large else "10%-100%", depth)
     numbers = f"{blocks[0]}-{blocks[-1]}"
     parts = [replace(part, blocks=numbers if part.blocks == BY_SIZE else part.blocks) for part in update.parts]
     return replace(update, blocks=numbers if update.blocks == BY_SIZE else update.blocks, parts=parts)
@@ -172,6 +179,7 @@ def make(update: UpdateConfig, depth: int, arch: Architecture) -> Scheme:
         norms=frozenset(norms),
         choose=update.choose,
         alpha=update.alpha,
+        tokens=0 if update.tokens == BY_SIZE else update.tokens,
         cycle_blocks=update.cycle_blocks,
         cycle_steps=update.cycle_steps,
     )

@@ -152,7 +152,7 @@ class _Sketch:
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         self.total += ((dy @ self.omega.to(dy.dtype)).T @ x).float()
-        x = x.float()
+        x = x[dy.any(1)].float()  # not the context, nor the rows that pad a product
         self.squares += x.square().sum(0)
         self.tokens += len(x)
         if not self.output:

@@ -49,7 +49,7 @@ def _decide(
     shape = plan.shape_of(model_source(recipe.model.path), recipe.model.frozen)
     by_size = schemes.with_blocks(recipe.update, shape.depth, shape.weights)
     if by_size != recipe.update:
-        recipe, update_why = replace(recipe, update=by_size), "blocks by the model's size"
+        recipe, update_why = replace(recipe, update=by_size), "blocks and tokens by the model's size"
     if before is not None:
         kept = before.recipe.how.weights
         if recipe.how.weights not in ("fp32", kept):
@@ -103,5 +103,5 @@ def choose_engine(recipe: Recipe, rows: list[Encoded], progress: Progress, befor
     scheme = schemes.make(recipe.update, shape.depth, shape.arch)
     tokens, targets = sum(len(r.ids) for r in rows), sum(int(r.trained.sum()) for r in rows)
     epochs = Schedule(len(rows), recipe.train).steps * recipe.train.batch_rows / len(rows)
-    flops = epochs * step_flops(shape, scheme, Pass(tokens, 0, targets, 0, targets))
+    flops = epochs * step_flops(shape, scheme, Pass.whole(tokens, 0, targets, 0, targets))
     return choose.choose(recipe, shape.head, shape.gate, flops, progress, before)

@@ -48,6 +48,7 @@ def train(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> Non
         f"scheme: {resolved.recipe.update.method}, blocks {scheme.blocks[0]} to {scheme.blocks[-1]} of {stack.depth} "
         f"(cut at {scheme.cut}), {trained / 1e6:.2f} M parameters trained"
         + (f", {scheme.cycle_blocks} blocks at a time" if scheme.cycle_blocks else "")
+        + (f", gradients from {scheme.tokens} tokens before what is trained on" if scheme.tokens else "")
     )
     run.log(SchemeEvent(scheme.cut, list(scheme.blocks), trained))
     trainer = Trainer(run, stack, scheme, parameters, (rows, heldout), progress)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from edgeft.engine.limits import padded
 from edgeft.methods.scheme import Scheme
+from edgeft.plan.flops import Pass
 from edgeft.plan.shape import Shape
 
 
@@ -66,20 +67,26 @@ class TopPass:
         self.frugal, self.recompute = mode == "selective", mode == "full"
         self.pool = SimulatedPool()
         self.value_bytes = 2 if half else 4  # bytes of a GEMM's input or output value
+        self.context = 0  # tokens that the others see and that are not run with them
 
-    def peak_bytes(self, tokens: int, outputs: int) -> int:
+    def peak_bytes(self, widest: Pass) -> int:
         """Of the pool after the largest pass, plus what malloc holds."""
-        self.run(tokens, outputs)
+        tokens, outputs, context = widest.live, widest.outputs, widest.tokens - widest.live
+        self.run(tokens, outputs, context)
         shape = self.shape
         blocks = 2 if self.recompute or self.frugal else shape.depth - self.scheme.cut
         sums = 4 * tokens * (shape.query // shape.head + 2) * blocks  # softmax sums, and each norm's scale
         # the last block's output rows, and their gradients scattered to all rows
         gathered = 2 * 4 * shape.width * (tokens + outputs)
+        gathered += 4 * shape.width * (tokens + context) if context else 0
         return sum(b.row_bytes * b.rows for buffers in self.pool.buffers.values() for b in buffers) + sums + gathered
 
-    def run(self, tokens: int, outputs: int) -> None:
-        """Forward and backward."""
+    def run(self, tokens: int, outputs: int, context: int = 0) -> None:
+        """Forward and backward; context: tokens that are only read, before."""
         shape, pool, last, cut = self.shape, self.pool, self.shape.depth - 1, self.scheme.cut
+        if context:
+            self.read(context)
+            self.context = context
         stream: Stream = (Buffer(0), None)  # boundary states are not from the pool
         inputs: dict[int, Stream] = {}
         saved: dict[int, _Saved] = {}
@@ -104,6 +111,24 @@ class TopPass:
             grad = backward(block, saved[block], grad)
             if redo:
                 pool.free(*inputs[block])
+
+    def read(self, tokens: int) -> None:
+        """Inference over the context; keys and values stay."""
+        pool, stream = self.pool, (Buffer(0), None)
+        for block in range(self.scheme.cut, self.shape.depth - 1):
+            before = stream[0]
+            saved, stream = self.forward(block, stream, tokens, tokens)
+            q, *_, mixed = saved.attention
+            pool.free(*saved.ffn, *saved.o, q, mixed, *saved.qkv, *saved.norms, before)
+            stream[0].used = True  # by the next block
+        total, h = (self.fp32(tokens, self.shape.width) for _ in range(2))
+        copy = self.bf16_copy(tokens, self.shape.width)
+        self.products((tokens, self.shape.key), (tokens, self.shape.key))
+        pool.free(total, h, copy, *stream)
+
+    def joined(self, rows: int) -> list[Buffer]:
+        """Keys and values of these rows and of the context."""
+        return [self.fp32(rows + self.context, self.shape.key) for _ in range(2)] if self.context else []
 
     def fp32(self, rows: int, width: int) -> Buffer:
         return self.pool.take(rows, 4 * width)
@@ -148,7 +173,9 @@ class TopPass:
         x_copy = self.bf16_copy(rows, shape.width) or h
         qkv_inputs = self.saved_inputs(block, "qkv", x_copy, rows, shape.width)
         qkv = self.products((outputs, shape.query), (rows, shape.key), (rows, shape.key))
+        joined = self.joined(rows)
         mixed = self.fp32(outputs, shape.query)
+        pool.free(*joined)
         o_copy = self.bf16_copy(outputs, shape.query)  # in float32 the attention saves it anyway
         o_inputs = self.saved_inputs(block, ("o",), o_copy, outputs, shape.query) if o_copy else []
         out = self.product(outputs, shape.width)
@@ -200,12 +227,17 @@ class TopPass:
 
     def attention_backward(self, outputs: int, rows: int) -> tuple[Buffer, Buffer, Buffer]:
         """Gradients of q, k and v; each thread first sums k and v into buffers of its own."""
+        joined, every = self.joined(rows), rows + self.context
         dq = self.fp32(outputs, self.shape.query)
         (dk, *other_dk), (dv, *other_dv) = (
-            [self.fp32(rows, self.shape.key) for _ in range(self.threads)] for _ in range(2)
+            [self.fp32(every, self.shape.key) for _ in range(self.threads)] for _ in range(2)
         )
-        self.pool.free(*other_dk, *other_dv)
-        return dq, dk, dv
+        self.pool.free(*other_dk, *other_dv, *joined)
+        if not self.context:
+            return dq, dk, dv
+        live = [self.fp32(rows, self.shape.key) for _ in range(2)]
+        self.pool.free(dk, dv)
+        return dq, *live
 
     def frugal_forward(self, block: int, stream: Stream, rows: int) -> tuple[_Saved, tuple[Buffer, Buffer]]:
         shape, pool = self.shape, self.pool
@@ -227,8 +259,9 @@ class TopPass:
         h = self.fp32(rows, shape.width)
         copy = self.bf16_copy(rows, shape.width)
         saved = self.products((rows, shape.query), (rows, shape.key), (rows, shape.key))
+        joined = self.joined(rows)
         mixed = self.fp32(rows, shape.query)
-        pool.free(copy, h)
+        pool.free(copy, h, *joined)
         saved.append(mixed)
         copy = self.bf16_copy(rows, shape.query)
         if self.scheme.share(block, "o"):

@@ -41,7 +41,7 @@ def expected_saves(train: TrainConfig, steps: int, training_s: float, every_s: f
 
 
 def checkpoint_bytes(recipe: Recipe, shape: Shape, scheme: Scheme) -> tuple[int, int]:
-    """(weights and their average, optimiser state) in one checkpoint; with `cycle`, the state is that of the active blocks."""
+    """(weights and their average, optimiser state) in one checkpoint; with `cycle`, the state of the active blocks."""
     state = memory.state_bytes(recipe) * memory.active_share(scheme)
     weights = memory.weight_bytes(recipe, shape, scheme) + memory.average_bytes(recipe, shape, scheme)
     return weights, int(state * trained_parameters(shape, scheme))

@@ -72,9 +72,10 @@ class Job(RunSpec):
     ) -> None:
         """engine: of a run that already has one."""
         recipe = replace(recipe, update=schemes.with_blocks(recipe.update, shape.depth, shape.weights))
-        self.recipe, self.shape, self.load, self.machine = recipe, shape, load, machine
+        self.recipe, self.shape, self.machine = recipe, shape, machine
         scheme = schemes.make(recipe.update, shape.depth, shape.arch)
         self.scheme = schemes.with_weights(scheme, recipe.how.weights, recipe.train.average)
+        self.load = load.with_gradients(scheme.tokens)
         self.resumed = False  # weights stay in the type that its checkpoints have
         self.engine = engine or self._engine()
         self.auto_products = engine is None and recipe.how.products == "auto"
@@ -93,7 +94,7 @@ class Job(RunSpec):
         if how.compile == "auto":
             steps = load.passes(how.micro_batch_tokens)
             summed = total([micro_batch for step in steps for micro_batch in step])
-            work = step_flops(self.shape, self.scheme, summed._replace(pairs=0, output_pairs=0))
+            work = step_flops(self.shape, self.scheme, summed._replace(pairs=0, output_pairs=0, live_pairs=0))
             pays = compiled.pays(work * load.steps / max(1, len(steps)), machine.rates.fp32)
             supported = kernels_can_run(self.shape.head, self.shape.gate)
             kernels = supported and (machine.built or (machine.compiler and pays))

@@ -37,30 +37,41 @@ class Pass(NamedTuple):
     outputs: int  # tokens whose logits are needed
     output_pairs: int
     targets: int
+    live: int  # tokens through which gradients pass
+    live_pairs: int
+
+    @classmethod
+    def whole(cls, tokens: int, pairs: int, outputs: int, output_pairs: int, targets: int) -> Pass:
+        """Gradients pass through every token."""
+        return cls(tokens, pairs, outputs, output_pairs, targets, tokens, pairs)
 
 
 def step_flops(shape: Shape, scheme: Scheme, sizes: Pass, back: bool = True) -> float:
     """Of one pass over the blocks from the cut on; back: with the backward pass."""
-    tokens, pairs, outputs, output_pairs, targets = sizes
+    tokens, pairs, outputs, output_pairs, targets, live, live_pairs = sizes
     parameters = {name: rows * cols for name, rows, cols in shape.linears()}
     everywhere = parameters["k"] + parameters["v"]  # the last block computes only these for every token
     block = shape.block_parameters
-    last = 2.0 * (everywhere * tokens + (block - everywhere) * outputs)
+
+    def last(count: int) -> float:
+        return 2.0 * (everywhere * count + (block - everywhere) * outputs)
+
     between = shape.depth - scheme.cut - 1
-    forward = 2.0 * block * tokens * between + last
+    forward = 2.0 * block * tokens * between + last(tokens)
     attention = 4.0 * shape.query * (pairs * between + output_pairs)
     head = 2.0 * shape.vocabulary * shape.width * targets
     if not back:
         return forward + attention + head
     below = parameters["q"] + parameters["k"] + parameters["v"]  # the cut's input needs no gradient
-    above = 2.0 * block * tokens * max(0, between - 1) + last + 2.0 * (block - below) * tokens
+    above = 2.0 * block * live * max(0, between - 1) + last(live) + 2.0 * (block - below) * live
     updated = 0.0
     for number in scheme.blocks:
         for name, out_features, in_features in shape.linears():
-            rows = outputs if number == shape.depth - 1 and name not in ("k", "v") else tokens
+            rows = outputs if number == shape.depth - 1 and name not in ("k", "v") else live
             if update := scheme.updates.get((number, name)):
                 updated += scheme.method.update_flops(update, out_features, in_features) * rows
-    return forward + above + updated + (1 + ATTENTION_BACK) * attention + 2 * head
+    attention_back = ATTENTION_BACK * 4.0 * shape.query * (live_pairs * between + output_pairs)
+    return forward + above + updated + attention + attention_back + 2 * head
 
 
 def part_tokens(sample_tokens: int) -> int:
@@ -108,11 +119,10 @@ class Schedule:
 
     @property
     def low_rank_peak(self) -> float:
-        """Of low-rank updates, which change outputs by a share of their size: the best share falls more slowly."""
-        if not self.train.low_rank_lr:
-            return self.peak
+        """Of low-rank updates."""
         scaled = self.train.lr_width and self.width
-        return self.train.low_rank_lr * (math.sqrt(self.train.lr_width / self.width) if scaled else 1.0)
+        rate = self.train.low_rank_lr or self.train.lr
+        return rate * self.train.lr_width / self.width if scaled else rate
 
     @property
     def per_epoch(self) -> int:

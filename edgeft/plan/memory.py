@@ -15,6 +15,7 @@ from edgeft.methods.base import Update
 from edgeft.methods.scheme import Scheme
 from edgeft.plan import limits
 from edgeft.plan.buffers import TopPass
+from edgeft.plan.flops import Pass
 from edgeft.plan.rows import PassSizes, Workload
 from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters, trained_tensors
 
@@ -227,7 +228,7 @@ def _train(spec: RunSpec) -> dict[str, float]:
         "trained weights": spec.weight_bytes + average_bytes(spec.recipe, shape, scheme),
         "gradients": 4 * (max(tensors) if alone else active),
         "optimiser state": state_bytes(spec.recipe) * active,
-        "saved activations": _activations(spec, widest.tokens, widest.outputs),
+        "saved activations": _activations(spec, widest),
         "boundary states": widest.tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
         "logits chunk": 4 * shape.vocabulary * min(rows, widest.targets) + 3 * 4 * widest.targets * shape.width,
         "unpack scratch": scratch,
@@ -235,11 +236,12 @@ def _train(spec: RunSpec) -> dict[str, float]:
     }
 
 
-def _activations(spec: RunSpec, tokens: int, outputs: int) -> int:
+def _activations(spec: RunSpec, widest: Pass) -> int:
     """What one pass over the top saves for its backward pass, and its temporary buffers."""
     shape, scheme, recompute = spec.shape, spec.scheme, spec.recipe.how.recompute
     if spec.engine.kernels:
-        return TopPass(shape, scheme, spec.engine.half, spec.engine.threads, recompute).peak_bytes(tokens, outputs)
+        return TopPass(shape, scheme, spec.engine.half, spec.engine.threads, recompute).peak_bytes(widest)
+    tokens = widest.tokens  # here the context is no less work
     # plain torch: q, k, v, the attention output twice (before and after heads are merged), gate, its activation, up,
     # and the input of down
     kept = 4 * shape.width + 3 * shape.query + 2 * shape.key + 4 * shape.ffn

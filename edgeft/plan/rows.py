@@ -5,6 +5,7 @@ Of a large dataset only the first rows are counted and extrapolated: `Workload.s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -31,7 +32,7 @@ class PassSizes(NamedTuple):
 
 def total(passes: Sequence[Pass]) -> Pass:
     """The sum."""
-    return Pass(*np.sum(passes, axis=0).tolist()) if passes else Pass(0, 0, 0, 0, 0)
+    return Pass(*np.sum(passes, axis=0).tolist()) if passes else Pass.whole(0, 0, 0, 0, 0)
 
 
 class Workload:
@@ -66,15 +67,30 @@ class Workload:
         self.tree_tokens = int(len(self.forest) * rows / max(1, len(self.rows) + len(self.held)))  # of the trunk
         self.train_tree_tokens = int(self.scale * len(self.forest.nodes(self.rows))) if train else 0
         self.unique_tokens = len(np.unique(self.forest.tokens))
+        self.tokens, self.live = 0, None
+        self._forget()
+
+    def _forget(self) -> None:
         self.passes, self.validation, self.trunk = cache(self._passes), cache(self._validation), cache(self._trunk)
         self.widest, self.sizes = cache(self._widest), cache(self._sizes)
+
+    def with_gradients(self, tokens: int) -> Workload:
+        """The same rows; tokens: `update.tokens`."""
+        if tokens == self.tokens:
+            return self
+        load = copy.copy(self)
+        load.tokens, load.live = tokens, self.forest.live(self.rows, tokens) if tokens else None
+        load._forget()
+        return load
 
     def _pass(self, rows: Sequence[int]) -> Pass:
         forest = self.forest
         nodes = forest.nodes(rows)
         at = np.unique(np.concatenate([forest.at[row] for row in rows]))
         seen = forest.positions + 1
-        return Pass(len(nodes), int(seen[nodes].sum()), len(at), int(seen[at].sum()), forest.trained(rows))
+        live = nodes if self.live is None else nodes[self.live[nodes]]
+        sizes = len(nodes), int(seen[nodes].sum()), len(at), int(seen[at].sum()), forest.trained(rows)
+        return Pass(*sizes, len(live), int(seen[live].sum()))
 
     def choosing(self, micro_batch: int) -> list[Pass]:
         """Before training, where gradients choose what is trained."""
@@ -96,8 +112,10 @@ class Workload:
         return [self._pass(part) for part in self.forest.micro_batches(self.forest.order, size)]
 
     def _sizes(self, micro_batch: int) -> PassSizes:
-        passes = [*(p for step in self.passes(micro_batch) for p in step), *self.validation(micro_batch)]
-        full = {padded(p.tokens) for p in passes}
+        trained, held = [p for step in self.passes(micro_batch) for p in step], self.validation(micro_batch)
+        passes = [*trained, *held]
+        counts = [p.tokens for p in held] + [n for p in trained for n in (p.live, p.tokens - p.live) if n]
+        full = set(map(padded, counts))
         return PassSizes(len(full), len({padded(p.outputs) for p in passes} - full))
 
     def truncated(self, max_tokens: int) -> Workload:
@@ -106,9 +124,10 @@ class Workload:
             [replace(row, ids=row.ids[-max_tokens:], trained=row.trained[-max_tokens:]) for row in side]
             for side in self.sample
         )
-        return Workload(train, heldout, self.recipe, (self.train_rows, self.heldout_rows))
+        load = Workload(train, heldout, self.recipe, (self.train_rows, self.heldout_rows))
+        return load.with_gradients(self.tokens)
 
     def _widest(self, micro_batch: int) -> Pass:
         """The maximum of each size over all training passes."""
         passes = [p for step in self.passes(micro_batch) for p in step]
-        return Pass(*np.max(passes, axis=0).tolist()) if passes else Pass(self.longest, 0, 1, 0, 1)
+        return Pass(*np.max(passes, axis=0).tolist()) if passes else Pass.whole(self.longest, 0, 1, 0, 1)

@@ -147,20 +147,25 @@ class Clock:
         head = 2.0 * shape.vocabulary * shape.width * summed.targets * (2 if back else 1)
         pairs = summed.pairs * (blocks - 1) + summed.output_pairs
         attention = 4.0 * shape.query * pairs
+        live = 4.0 * shape.query * (summed.live_pairs * (blocks - 1) + summed.output_pairs)
         flops = step_flops(shape, self.scheme, summed, back=back)
-        flops -= head + attention * (1 + ATTENTION_BACK if back else 1)
+        flops -= head + attention + (ATTENTION_BACK * live if back else 0)
         kept = 0  # weights of a block that need no recomputation
         if frugal:
             kept = sum(rows * cols for name, rows, cols in shape.linears() if name == "down")
         if recompute:
-            flops += 2.0 * (shape.block_parameters - kept) * summed.tokens * (blocks - 1)
+            flops += 2.0 * (shape.block_parameters - kept) * summed.live * (blocks - 1)
         seconds = self._add("matrix products", self._products(flops, half) + self._products(head, False))
         recomputed = 1.0 if recompute else 0.0
-        attention *= 1 + recomputed + (ATTENTION_BACK if back else 0)
+        attention += live * (recomputed + (ATTENTION_BACK if back else 0))
         seconds += self._add("attention", attention / (ATTENTION * self.rates.fp32))
-        sweeps = int(1 + recomputed + (2 if back else 0))
-        seconds += self._add("norms and gates", self._elementwise(summed.tokens, blocks, sweeps))
-        seconds += self._add("unpacking weights", self._unpack(self._frozen, count * int(1 + recomputed + back), half))
+        swept = self._elementwise(summed.tokens, blocks, 1)
+        swept += self._elementwise(summed.live, blocks, int(recomputed + (2 if back else 0)))
+        seconds += self._add("norms and gates", swept)
+        # the context runs on its own, as in inference
+        twice = sum(p.live < p.tokens for p in passes) if back else 0
+        times = count * int(1 + recomputed + back) + twice
+        seconds += self._add("unpacking weights", self._unpack(self._frozen, times, half))
         chunks = sum(-(-p.targets * 4 * shape.vocabulary // LOGITS_BYTES) for p in passes)
         rows = shape.vocabulary * shape.width * chunks * (1 + back)  # the head is unpacked for every chunk of logits
         seconds += self._add("unpacking weights", rows * WEIGHT_BYTES / self.rates.copy)

@@ -373,7 +373,7 @@ def trial_flops(sample: Sample, shape: Shape, scheme: Scheme) -> float:
     passes = [(sample.parts[n], True) for step in range(STEPS) for n in _step_parts(sample, step)]
     for part, back in [*passes, *((part, False) for part in sample.heldout)]:
         seen, targets = forest.positions[forest.nodes(part)] + 1, forest.trained(part)
-        total += step_flops(shape, scheme, Pass(len(seen), int(seen.sum()), targets, 0, targets), back)
+        total += step_flops(shape, scheme, Pass.whole(len(seen), int(seen.sum()), targets, 0, targets), back)
     return total
 
 

@@ -71,6 +71,7 @@ class Trainer:
         heldout = heldout[: self.schedule.validation_rows(len(heldout))]
         self.forest = Forest(train + heldout, share=how.tree)
         self.rows = list(range(len(train)))
+        self.live = self.forest.live(self.rows, scheme.tokens) if scheme.tokens else None
         self.heldout = list(range(len(train), len(train) + len(heldout)))
         self.rotation = Rotation(scheme, self.recipe.train.seed)
         self.optimizer = scheme.method.optimizer(stack, parameters, self.recipe)
@@ -124,7 +125,7 @@ class Trainer:
 
     def _observe(self, parts: Iterable[list[int]]) -> None:
         for part in parts:
-            self.loss(*batch_of(self.forest, part)).backward()  # type: ignore[no-untyped-call]
+            self.loss(*batch_of(self.forest, part, self.live)).backward()  # type: ignore[no-untyped-call]
             self.optimizer.clear()
 
     def step_rows(self, step: int) -> list[int]:
@@ -147,7 +148,7 @@ class Trainer:
             if self.watch.check_memory():  # the same rows in smaller micro-batches
                 parts = self._parts([row for part in parts for row in part])
             part = parts.pop(0)
-            nodes, batch = batch_of(self.forest, part)
+            nodes, batch = batch_of(self.forest, part, self.live)
             piece = self.loss(nodes, batch) / targets
             totals.loss += float(piece.detach())
             with nullcontext() if parts else self.optimizer.last_pass(totals.loss):
@@ -170,7 +171,9 @@ class Trainer:
         """Forward and backward, of this batch."""
         queries = torch.unique(batch.at)
         context = batch.positions + 1  # tokens that each one attends to
-        sizes = Pass(len(context), int(context.sum()), len(queries), int(context[queries].sum()), len(batch.targets))
+        live = context if batch.tree.live is None else context[batch.tree.live]
+        counts = len(context), int(context.sum()), len(queries), int(context[queries].sum()), len(batch.targets)
+        sizes = Pass(*counts, len(live), int(live.sum()))
         active = self.rotation.active
         below = [step_flops(self.shape, scheme, sizes, back=False) for scheme in (self.scheme, active)]
         return step_flops(self.shape, active, sizes) + below[0] - below[1]
