@@ -101,7 +101,7 @@ class UpdateConfig:
     tokens: Any = knob(
         0,
         "tokens before a row's first trained one through which gradients pass; those before them are only read, as in "
-        "inference; 0 = all; 'by size': all, or 32 in a model with 500 M weights or more in its blocks",
+        "inference; 0 = all; 'by size': all, or 8 in a model with 500 M weights or more in its blocks",
         check=gradient_tokens,
     )
     low_rank: int = knob(

@@ -46,14 +46,12 @@ class Tree:
         for i in range(len(parents) - 1, 0, -1):
             if parents[i] >= 0:
                 size[parents[i]] += size[i]
-        self._lay_out(size)
-        if live is not None and not live.all():
-            self.live, self.context = np.flatnonzero(live), np.flatnonzero(~live)
+        self._lay_out(size, None if live is None or live.all() else live)
 
-    def _lay_out(self, size: np.ndarray) -> None:
+    def _lay_out(self, size: np.ndarray, live: np.ndarray | None) -> None:
         self.size = size
-        self.live: np.ndarray | None = None  # tokens through which gradients pass; None: all
-        self.context = np.empty(0, np.int64)  # the others, none of which sees a live one
+        self.live = None if live is None else np.flatnonzero(live)  # tokens through which gradients pass; None: all
+        self.context = np.flatnonzero([] if live is None else ~live)  # the others, none of which sees a live one
         self.pieces: list[Piece] = []
         self._split(0, len(size), [])
 
@@ -63,7 +61,7 @@ class Tree:
         inside[self.context] = 1
         before = np.concatenate([[0], np.cumsum(inside)])
         tree = Tree.__new__(Tree)
-        tree._lay_out(before[self.context + self.size[self.context]] - before[self.context])
+        tree._lay_out(before[self.context + self.size[self.context]] - before[self.context], None)
         return tree
 
     @staticmethod

@@ -34,7 +34,7 @@ BLOCKS_HINT = (
 # Weights of all blocks: from here on the lower third of the depth stays frozen, and gradients pass through few tokens
 # (recipes/sparse-bp)
 LARGE = 500_000_000
-LARGE_TOKENS = 32
+LARGE_TOKENS = 8
 
 
 @dataclass(frozen=True)

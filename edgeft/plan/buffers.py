@@ -114,7 +114,8 @@ class TopPass:
 
     def read(self, tokens: int) -> None:
         """Inference over the context; keys and values stay."""
-        pool, stream = self.pool, (Buffer(0), None)
+        pool = self.pool
+        stream: Stream = (Buffer(0), None)
         for block in range(self.scheme.cut, self.shape.depth - 1):
             before = stream[0]
             saved, stream = self.forward(block, stream, tokens, tokens)
@@ -235,7 +236,7 @@ class TopPass:
         self.pool.free(*other_dk, *other_dv, *joined)
         if not self.context:
             return dq, dk, dv
-        live = [self.fp32(rows, self.shape.key) for _ in range(2)]
+        live = self.fp32(rows, self.shape.key), self.fp32(rows, self.shape.key)
         self.pool.free(dk, dv)
         return dq, *live
 

@@ -67,7 +67,8 @@ class Workload:
         self.tree_tokens = int(len(self.forest) * rows / max(1, len(self.rows) + len(self.held)))  # of the trunk
         self.train_tree_tokens = int(self.scale * len(self.forest.nodes(self.rows))) if train else 0
         self.unique_tokens = len(np.unique(self.forest.tokens))
-        self.tokens, self.live = 0, None
+        self.tokens = 0
+        self.live: np.ndarray | None = None
         self._forget()
 
     def _forget(self) -> None:
