@@ -28,7 +28,14 @@ SCHEMES: dict[str, tuple[str, list[str]]] = {
     "10 to 67 %": ("sparse-bp", ["update.blocks=10%-67%"]),
     "rank 4": ("sparse-bp", ["update.low_rank=4"]),
     "rank 64": ("sparse-bp", ["update.low_rank=64"]),
-    "rate 1e-3": ("sparse-bp", ["train.low_rank_lr=1e-3"]),
+    "all tokens": ("sparse-bp", ["update.tokens=0"]),
+    "1 token": ("sparse-bp", ["update.tokens=1"]),
+    "8 tokens": ("sparse-bp", ["update.tokens=8"]),
+    "32 tokens": ("sparse-bp", ["update.tokens=32"]),
+    "no average": ("sparse-bp", ["train.average=0"]),
+    "8 rows a step": ("sparse-bp", ["train.batch_rows=8"]),
+    "rate 7.5e-4": ("sparse-bp", ["train.low_rank_lr=7.5e-4"]),
+    "rate 1.5e-3": ("sparse-bp", ["train.low_rank_lr=1.5e-3"]),
     "rate 3e-3": ("sparse-bp", ["train.low_rank_lr=3e-3"]),
     "rate 1e-2": ("sparse-bp", ["train.low_rank_lr=1e-2"]),
     "sparse-rule": ("sparse-rule", []),
@@ -64,7 +71,7 @@ def main() -> None:
             print(f"{name} …", file=sys.stderr, flush=True)
             kept["schemes"][name] = run(name, args, data, Path(place) / "run" / name)
             common.write_json(args.out, kept)
-    titles = ("scheme", "trained", "peak MiB", "seconds", "held-out loss")
+    titles = ("scheme", "trained", "peak MiB", "seconds of all steps", "held-out losses")
     print(common.table(titles, (row(name, result) for name, result in kept["schemes"].items())))
 
 
@@ -82,17 +89,21 @@ def run(name: str, args: Any, data: Path, folder: Path) -> dict[str, Any]:
     recipe, sets = SCHEMES[name]
     knobs = {
         "data.rows": args.rows, "data.heldout_rows": args.dev_rows, "train.epochs": args.epochs,
-        "train.validations": 2, "train.validation_share": 0, "how.nice": 0, "how.trunk_place": "run",
+        "train.validations": 4, "train.validation_share": 0, "how.nice": 0, "how.trunk_place": "run",
     }  # fmt: skip
     model = ["--model", args.model] if args.model else []
     words = ["finetune", "--recipe", recipe, *model, "--data", data, "--out", folder, "--until", "train"]
     result = common.edgeft_json(*words, sets=[*(f"{k}={v}" for k, v in knobs.items()), *sets, *args.set])
-    return {key: result[key] for key in ("trained_parameters", "peak_bytes", "seconds", "base_loss", "best_loss")}
+    kept = {key: result[key] for key in ("trained_parameters", "peak_bytes", "seconds", "base_loss", "best_loss")}
+    steps, validations = common.read_events(folder, "step"), common.read_events(folder, "validation")
+    losses = {one["step"]: one["heldout_loss"] for one in validations}
+    return {**kept, "steps_s": sum(step["seconds"] for step in steps), "losses": losses}
 
 
 def row(name: str, result: dict[str, Any]) -> list[str]:
     trained, peak = result["trained_parameters"] / 1e6, result["peak_bytes"] / common.MIB
-    return [name, f"{trained:.2f} M", f"{peak:.0f}", f"{result['seconds']:.0f}", f"{result['best_loss']:.4f}"]
+    losses = ", ".join(f"{loss:.3f}" for loss in result["losses"].values())
+    return [name, f"{trained:.2f} M", f"{peak:.0f}", f"{result['steps_s']:.0f}", losses]
 
 
 if __name__ == "__main__":
