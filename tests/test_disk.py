@@ -228,7 +228,7 @@ def test_saves_are_counted() -> None:
 
 def job(source: Path, recipe: config.Recipe, disk_bytes: int = 0) -> Job:
     rows = [random_row(64, 8, seed) for seed in range(12)]
-    machine = Machine("a board", Rates(1e9, 0.0, 1e9, 3e7, "made up"), True, 2, False, False, False, disk_bytes)
+    machine = Machine("a board", Rates(1e9, 0.0, 0.0, 1e9, 3e7, "made up"), True, 2, "fp32", False, False, disk_bytes)
     shape = plan.shape_of(str(source), recipe.model.frozen)
     return Job(recipe, shape, Workload(rows[4:], rows[:4], recipe), machine)
 

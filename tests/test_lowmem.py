@@ -120,7 +120,7 @@ def test_rows_are_put_in_order_when_they_are_used(tiny: Path) -> None:
     assert ordered.data.base is not None
     assert np.shares_memory(ordered.data, gguf.data)  # no copy
     assert torch.equal(ordered.dense(), wanted)
-    assert torch.equal(ordered.dense(16, 48), wanted[16:48])
+    assert torch.equal(ordered.part(16, 48).dense(), wanted[16:48])
     assert torch.equal(ordered.gather_rows(np.array([5, 2, 5])), wanted[[5, 2, 5]])
     back = np.argsort(order)
     assert torch.equal(ordered.permuted(back).dense(), stored.copy())
@@ -135,7 +135,7 @@ def test_the_kernels_put_rows_in_order_too(tiny: Path) -> None:
     info = gguf.tensors["blk.0.attn_q.weight"]
     stored = Packed(gguf.bytes(info.name), info.type, info.shape[1], info.shape[0])
     wanted = stored.copy()[torch.from_numpy(order)]
-    assert torch.equal(stored.permuted(order).operand(kernels.load(), 8, 40), wanted[8:40])
+    assert torch.equal(stored.permuted(order).part(8, 40).operand(kernels.load()), wanted[8:40])
 
 
 def mapped_bytes(path: Path) -> int:
@@ -299,12 +299,12 @@ def test_the_check_of_an_export_runs_through_the_kernels(tiny: Path, tmp_path: P
 def test_an_export_is_checked_with_the_kernels_that_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.start(tmp_path / "run", Recipe(), False)
     assert choose.recalled(run) is None  # nothing is decided yet
-    run.write_record(Resolved(Recipe(), Recipe(), "auto", 0, EngineChoice(kernels=True, half=True), "", ""))
+    run.write_record(Resolved(Recipe(), Recipe(), "auto", 0, EngineChoice(kernels=True, products="bf16"), "", ""))
     own = kernels.load()
     found = choose.recalled(run)
     assert found is not None
     assert found.backend is own
-    assert not found.bf16
+    assert found.products == "fp32"
     monkeypatch.setattr(compiled, "is_built", lambda: False)  # on another machine
     assert choose.recalled(run) is None
 

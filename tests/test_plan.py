@@ -36,7 +36,7 @@ from tests.support.rows import random_row, small_rows
 
 RECIPES = config.names("recipe")
 GIB, MIB = 2**30, 2**20
-MACHINE = Machine("a laptop", Rates(2e11, 4e11, 2e10, 3e8, "made up"), True, 2, True, True, True)
+MACHINE = Machine("a laptop", Rates(2e11, 4e11, 6e11, 2e10, 3e8, "made up"), True, 2, "bf16", True, True)
 
 
 def job(model: Path, name: str, *sets: str, tokens: int = 256, rows: int = 32) -> Job:
@@ -89,7 +89,7 @@ def test_buffers_are_those_that_the_pool_gives_out(
     scheme = schemes.make(update, stack.depth, arch.get("llama"))
     schemes.apply(stack, scheme, 0)
     stack.configure(backend=kernels.load())
-    stack.configure(bf16=half, recompute=scheme.recompute(recompute))
+    stack.configure(products="bf16" if half else "fp32", recompute=scheme.recompute(recompute))
     _, batch = batch_of(Forest([random_row(40, 6), random_row(24, 5)]), [0, 1])
     hidden = stack.trunk(batch, scheme.cut)
     pool = stack.options.backend.memory.pool
@@ -177,7 +177,7 @@ def test_each_option_needs_less(model: Path) -> None:
     assert 2 * train(weights="bf16")["trained weights"] == stages["train"]["trained weights"]
     by_blocks = memory.stages(base.with_how(dataclasses.replace(how, trunk_order="blocks")), GIB)["trunk"]
     assert by_blocks["packed frozen weights"] < stages["trunk"]["packed frozen weights"]
-    assert train(products="fp32")["libraries"] < stages["train"]["libraries"]
+    assert stages["train"]["saved activations"] < train(products="fp32")["saved activations"]
 
 
 def test_bytes_of_dense_weights_are_saved_before_anything_is_recomputed(model: Path) -> None:
@@ -211,13 +211,6 @@ def test_kernels_are_compiled_to_fit_where_time_alone_is_no_reason(model: Path) 
     assert found["how"]["compile"] == "on"
     with pytest.raises(DoesNotFitError):
         fit.make(Job(recipe, shape, load_, dataclasses.replace(bare, compiler=False)), 900 << 20)
-
-
-def test_bf16_products_are_left_out_only_where_nobody_asked_for_them(model: Path) -> None:
-    asked = job(model, "bias-norm", "how.products=auto")
-    assert asked.recipe.how.products == "bf16"  # what `auto` comes to here
-    assert {option.products for option in fit.execution_options(asked)} == {"bf16", "fp32"}
-    assert {option.products for option in fit.execution_options(job(model, "bias-norm"))} == {"bf16"}
 
 
 # ---------------------------------------------------------------- what
@@ -369,7 +362,7 @@ def test_the_command_plans_without_torch(edgeft: Edgeft, tmp_path: Path) -> None
     assert plan["budget_bytes"] == load_device("rpi5").budget_bytes
     assert set(plan["stages"]) == {"prepare", "trunk", "train", "export", "eval"}
     assert plan["machine"]["name"] == "rpi5"
-    assert not plan["engine"]["half"]  # this machine may multiply bf16, a Raspberry Pi 5 does not
+    assert plan["engine"]["products"] != "bf16"  # this machine may multiply bf16, a Raspberry Pi 5 does not
     assert plan["seconds"] > 10
     drawn = edgeft("plan", "--memory", "1500MiB", "--data", tmp_path / "rows")
     assert drawn.returncode == 0

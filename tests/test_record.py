@@ -29,7 +29,7 @@ def make_earlier(run: Run) -> None:
     """Rewrites a folder as the version before the record left it."""
     record = run.recorded()
     assert record is not None
-    engine = {"kernels": record.engine.kernels, "half": record.engine.half}
+    engine = {"kernels": record.engine.kernels, "products": record.engine.products}
     run.write_json(run.path / "engine.json", engine)
     run.recipe_file.write_text(config.dump(config.build(config.Recipe, {}, base=record.asked)))
     run.record.unlink()
@@ -85,7 +85,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_value_in_a_record_is_named(tmp_path: Path, case: str) -> None:
-    engine = EngineChoice(kernels=True, half=False)
+    engine = EngineChoice(kernels=True, products="fp32")
     run = Run.start(tmp_path / "run", config.Recipe(), resume=False)
     run.write_record(Resolved(run.recipe, run.recipe, "auto", 0, engine, "as asked", "as asked"))
     assert Run.open(run.path).recorded() == run.recorded()
@@ -107,7 +107,7 @@ def test_a_run_of_an_earlier_version_says_what_ran(tmp_path: Path) -> None:
     run = Run.open(folder)
     record = run.recorded()
     assert record is not None
-    assert (record.engine.kernels, record.engine.half) == (True, True)
+    assert (record.engine.kernels, record.engine.products) == (True, "bf16")
     assert record.recipe.how.optimizer_state == "bf16"  # as the search and the plan chose; recipe.yaml says fp32
     assert (record.recipe.how.compile, record.recipe.how.products) == ("on", "bf16")
     assert len(record.recipe.update.parts) > 10

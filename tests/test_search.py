@@ -189,7 +189,7 @@ def test_candidates_begin_with_the_best_and_the_worst() -> None:
 def test_costs_of_parts_add_up_to_the_plan(model: Path) -> None:
     """Of any scheme, to two per cent of memory and six of time."""
     recipe, shape = config.load_recipe("sparse-search"), plan.shape_of(str(model), "auto")
-    machine = Machine("this", Rates(1e11, 0.0, 1e10, 1.5e8, ""), True, 2, False, True, True)
+    machine = Machine("this", Rates(1e11, 0.0, 0.0, 1e10, 1.5e8, ""), True, 2, "fp32", True, True)
     load_ = Workload(rows(64), rows(16, seed=1), recipe)
     costs = Costs(Job(recipe, shape, load_, machine, EngineSpec(True, False, 2)))
     problem = costs.problem(np.array([np.inf, np.inf]))

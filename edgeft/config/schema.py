@@ -189,8 +189,9 @@ class ExecutionConfig:
     threads: int = knob(0, "compute threads; 0 = all cores", low=0)
     products: str = knob(
         "auto",
-        "operand type of the kernels' GEMMs; auto: bf16 where the processor has instructions for it, else fp32",
-        choices=("auto", "fp32", "bf16"),
+        "operand type of the kernels' GEMMs; int8: of frozen weights in the forward pass; auto: bf16 where the "
+        "processor has instructions for it, else int8 where it has those, else fp32",
+        choices=("auto", "fp32", "bf16", "int8"),
     )
     nice: int = knob(
         10, "niceness of the stages: CPU and disk priority below other programs; 0 = normal", low=0, high=19
@@ -327,5 +328,8 @@ class Device:
     budget_bytes: int = knob(0, "memory that a run may use", low=0)
     cores: int = knob(1, "compute cores", low=1)
     gemm_gflops: float = knob(0.0, "fp32 GEMM rate, for time estimates; 0 = unknown", low=0.0)
+    products: str = knob(
+        "fp32", "fastest operands of GEMMs that its processor has instructions for", choices=("fp32", "bf16", "int8")
+    )
     how: dict[str, Any] = field(default_factory=dict, metadata={"about": "overrides of the recipe's `how`"})
     governor: dict[str, Any] = field(default_factory=dict, metadata={"about": "when a run pauses on this machine"})

@@ -7,6 +7,7 @@ above calls these methods, and plain torch operations on the tensors they return
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from torch.nn import functional
 
 from edgeft.data.tree import Tree
 from edgeft.engine.attention import AttentionPlan, Heads, tree_attention, tree_attention_back
-from edgeft.engine.limits import padded
 from edgeft.engine.memory import Memory
 from edgeft.formats import ggml
 
@@ -46,12 +46,30 @@ class Moments:
     scales: Tensor | None = None
 
 
+Matrix = Any  # a tensor, or a weight that products unpack: engine.packed.Packed or its transpose
+
+
+class Product(NamedTuple):
+    """out = scale · x y + bias, or out += it. float32: the type of a buffer that is not given; int8: operands are
+    rounded to bytes, with a scale for each 32 of them, where the backend multiplies these."""
+
+    scale: float = 1.0
+    bias: Tensor | None = None
+    add: bool = False
+    float32: bool = False
+    int8: bool = False
+
+
+PLAIN = Product()
+
+
 class Backend:
-    """Tensors are contiguous; "operand": float32, or bf16 with rows of zeros below (limits.padded)."""
+    """Tensors are contiguous but for operands of products; "operand": float32 or bf16."""
 
     name = "torch"  # in cache keys: backends round differently
     runs_blocks = False  # transformers' own modules run the blocks
     fused_adamw = False  # has `adamw`; else torch.optim's is used
+    multiplies_int8 = False
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -60,62 +78,27 @@ class Backend:
     def threads(self) -> int:
         return torch.get_num_threads()
 
+    def use_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
     def able(self, head_width: int, gate: str) -> bool:
         """Whether it runs models with such heads and such a gate (`silu`, …)."""
         return True
 
     def operand(self, x: Tensor, bf16: bool) -> Tensor:
-        """x (T, d), float32, as a product reads it: x itself, or a bf16 copy with rows of zeros, which add nothing."""
-        if not bf16:
-            return x
-        out = self.memory.pool.take(padded(len(x)), x.shape[1], torch.bfloat16)
-        out[: len(x)] = x
-        out[len(x) :] = 0
-        return out
+        """x (T, d), float32, as products read it: x itself, or a bf16 copy."""
+        return self.memory.pool.take(len(x), x.shape[1], torch.bfloat16).copy_(x) if bf16 else x
 
-    def to_float32(self, x: Tensor, rows: int) -> Tensor:
-        """The first rows of an operand; x itself if it is float32."""
-        return x if x.dtype == torch.float32 else self.memory.pool.take(rows, x.shape[1]).copy_(x[:rows])
-
-    def mm(self, x: Tensor, y: Tensor) -> Tensor:
-        """x y, in x's type, in a pooled buffer; sums are float32."""
-        return torch.mm(x, y, out=self.memory.pool.take(len(x), y.shape[1], x.dtype))
-
-    def add_mm(self, total: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """total (T, d), float32, plus x y, in place; operands may have more rows."""
-        if x.dtype == torch.float32:
-            return total.addmm_(x, y)
-        return self.add_bf16(total, self.mm(x, y)[: len(total)])
-
-    def add_gradient(self, gradient: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
-        """gradient (O, I), float32, plus dyᵀ x of two operands, in place; first: instead of what is in it."""
-        if dy.dtype == torch.float32:
-            if first:
-                torch.mm(dy.T, x, out=gradient)
-            else:
-                gradient.addmm_(dy.T, x)
-            return
-        product = torch.mm(dy.T, x, out=self.memory.products.take(dy.shape[1], x.shape[1], torch.bfloat16))
-        if first:
-            gradient.copy_(product)
-        else:
-            self.add_bf16(gradient, product)
-
-    def project(self, x: Tensor, a: Tensor) -> Tensor:
-        """x aᵀ (T, r): x an operand, a (r, d) float32; in x's type or float32, in a pooled buffer."""
-        return self.mm(x, a.to(x.dtype).T)
-
-    def project_back(self, dy: Tensor, mid: Tensor) -> Tensor:
-        """dyᵀ mid (O, r): dy (T, O) an operand, mid what `project` returned; in dy's type or float32."""
-        return dy.T @ mid.to(dy.dtype)
-
-    def add_bf16(self, total: Tensor, x: Tensor) -> Tensor:
-        """total, float32, plus x, bf16, of the same shape, in place."""
-        return total.add_(x)
-
-    def add_bias(self, x: Tensor, bias: Tensor) -> None:
-        """x (T, d), an operand, plus bias (d,), float32, in place."""
-        x += bias
+    def mm(self, x: Tensor, y: Matrix, out: Tensor | None = None, options: Product = PLAIN) -> Tensor:
+        """x y, summed in float32: in `out`, or in a pooled buffer of x's type."""
+        dense = y if isinstance(y, Tensor) else y.dense(self)
+        product = options.scale * torch.mm(x.float(), dense.float())
+        if options.bias is not None:
+            product += options.bias
+        if out is None:
+            kind = torch.float32 if options.float32 else x.dtype
+            out = self.memory.pool.take(len(x), y.shape[1], kind)
+        return out.add_(product) if options.add else out.copy_(product)
 
     def sum_rows(self, x: Tensor) -> Tensor:
         """x (T, d), an operand → (d,), float32."""
@@ -137,6 +120,20 @@ class Backend:
     def unpack(self, packed: np.ndarray, type_id: int, out: Tensor) -> None:
         """Packed rows (uint8, C order) of a ggml type into `out` (rows, cols), float32."""
         ggml.unpack(packed, type_id, out.numpy(), self.threads)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y, float32, in a pooled buffer."""
+        return torch.add(x, y, out=self.memory.pool.like(x))
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits (n, vocabulary), targets (n,) → the sum of the losses, float64; logits become their gradients."""
+        rows = torch.arange(len(logits))
+        logits -= logits.amax(1, keepdim=True)
+        wanted = logits[rows, targets]
+        sums = logits.exp_().sum(1, keepdim=True)
+        logits /= sums
+        logits[rows, targets] -= 1
+        return (sums.squeeze(1).log() - wanted).sum().double()
 
     def norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """RMSNorm of the sum of x and more, (T, d) float32 → (the sum, its norm, 1 / rms (T,))."""

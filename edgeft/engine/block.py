@@ -71,7 +71,7 @@ def norm_eps(module: Any) -> float:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, more: Tensor, backend: Backend) -> Tensor:
-        return torch.add(x, more, out=backend.memory.pool.like(x))
+        return backend.add(x, more)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -147,12 +147,12 @@ class _FeedForward(torch.autograd.Function):
         keep = any(ctx.needs_input_grad)
         act = backend.memory.pool.like(gate) if keep else gate
         backend.swiglu(gate, up, act)
-        out, mid = linear.forward(layers[2], act, compute)
+        out, mid = linear.forward(layers[2], act, compute, float32=True)
         if keep:
             kept = linear.kept_inputs(layers[:2], ctx.flags[:2], operand, mids, compute)
             part = linear.kept_part(layers[2], act, mid, compute) if ctx.flags[2].up else None
             ctx.save_for_backward(*kept, part, gate, up)
-        return backend.to_float32(out, len(x))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -166,7 +166,7 @@ class _FeedForward(torch.autograd.Function):
         del dact
         last = linear.backward(down, flags[2], dy, (act, mid), compute, None)
         del act
-        dx = InputGradient(len(grads[0]), backend) if ctx.needs_input_grad[0] else None
+        dx = InputGradient(backend) if ctx.needs_input_grad[0] else None
         every: Gradients = []
         for layer, flag, d, part in zip(ctx.layers, flags, (gate, up), (gate_part, up_part), strict=False):
             every += linear.backward(layer, flag, d, (x, part), compute, dx)  # gate and up are their gradients now
@@ -200,9 +200,9 @@ class _SelectiveBlock(torch.autograd.Function):
         operand = compute.operand(backend.norm(y, None, weight.detach(), spec.eps)[1])
         gate, up = (linear.forward(layer, operand, compute)[0] for layer in layers[:2])
         backend.swiglu(gate, up, gate)
-        out, mid = linear.forward(layers[2], gate, compute)
+        out, mid = linear.forward(layers[2], gate, compute, float32=True)
         ctx.save_for_backward(x, weight, linear.kept_part(layers[2], gate, mid, compute) if ctx.flags[2].up else None)
-        return y, backend.to_float32(out, len(y))
+        return y, out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -224,7 +224,7 @@ class _SelectiveBlock(torch.autograd.Function):
         parts = [linear.kept_part(layers[n], operand, mids[n], compute) if flags[n].up else None for n in range(2)]
         backend.swiglu_back(gate, up, dact, None)
         del dact, operand, h
-        dh, every = InputGradient(len(y), backend), []
+        dh, every = InputGradient(backend), []
         for layer, flag, d, part in zip(layers, flags, (gate, up), parts, strict=False):
             every += linear.backward(layer, flag, d, (None, part), compute, dh)  # gate and up are their gradients now
         del gate, up, d

@@ -1,4 +1,4 @@
-"""Which backend trains, and with which operands: the compiled kernels, in float32 or bf16, or plain torch.
+"""Which backend trains, and with which operands of products: the compiled kernels, or plain torch in float32.
 
 They round differently, so a run keeps the one that it began with.
 """
@@ -25,7 +25,7 @@ class Engine:
     """reason: why, for the run's record and, where it costs speed, for the user."""
 
     backend: Backend = TORCH
-    bf16: bool = False  # operands of products
+    products: str = "fp32"  # operands: see ExecutionOptions
     reason: str = ""
 
     @property
@@ -49,8 +49,8 @@ def choose(
             raise EdgeftError("edgeft's kernels cannot run this model's heads", "--set how.compile=off")
         backend, reason = TORCH, f"edgeft's kernels cannot run this model's heads: {SLOWER}"
         progress.line(reason)
-    bf16 = before.half if before else _multiplies_bf16(recipe.how.products, backend is not TORCH)
-    return Engine(backend, bf16, reason)
+    products = before.products if before else _products(recipe.how.products, backend is not TORCH)
+    return Engine(backend, products, reason)
 
 
 def recalled(run: Run) -> Engine | None:
@@ -59,12 +59,18 @@ def recalled(run: Run) -> Engine | None:
     return Engine(kernels.load()) if before and before.engine.kernels and compiled.is_built() else None
 
 
-def _multiplies_bf16(products: str, by_kernels: bool) -> bool:
-    if products == "bf16" and not by_kernels:
-        raise ConfigError("`how.products: bf16` needs edgeft's kernels", "--set how.compile=on, or how.products=fp32")
-    if products != "auto" or not by_kernels:
-        return products == "bf16"
-    return compiled.multiplies_bf16()
+def _products(wanted: str, by_kernels: bool) -> str:
+    if wanted in ("bf16", "int8") and not by_kernels:
+        raise ConfigError(
+            f"`how.products: {wanted}` needs edgeft's kernels", "--set how.compile=on, or how.products=fp32"
+        )
+    if wanted == "auto":
+        wanted = compiled.fastest_products() if by_kernels else "fp32"
+    if wanted == "int8" and not compiled.multiplies_int8():
+        raise ConfigError(
+            "`how.products: int8`: this processor has no dot products of bytes", "--set how.products=fp32"
+        )
+    return wanted
 
 
 def _load(progress: Progress) -> Backend:

@@ -6,6 +6,7 @@ Only here and in kernels.cpp is the width of a vector known.
 from __future__ import annotations
 
 import ctypes
+import platform
 from dataclasses import astuple, fields
 from functools import lru_cache
 from pathlib import Path
@@ -17,16 +18,20 @@ import torch
 from edgeft.data.tree import Tree
 from edgeft.engine import compiled
 from edgeft.engine.attention import AttentionPlan, Heads
-from edgeft.engine.backend import TORCH, AdamRule, Backend, Moments
-from edgeft.engine.limits import KERNEL_TYPES, kernels_can_run
+from edgeft.engine.backend import PLAIN, TORCH, AdamRule, Backend, Matrix, Moments, Product
+from edgeft.engine.limits import INT8_GROUP, KERNEL_TYPES, LISTS, kernels_can_run
 from edgeft.engine.memory import Memory
+from edgeft.engine.packed import Packed, PackedTransposed
 from edgeft.formats import ggml
 
 Tensor = torch.Tensor
 
 
 class _Tree(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("pieces", "queries", "rows", "keys", "size", "items", "bounds")]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("pieces", "queries", "rows", "keys", "size", "items", "bounds")),
+        ("lists", ctypes.c_int32),
+    ]
 
 
 def _numbers(kind: type[Any], whole: Any) -> list[tuple[str, Any]]:
@@ -42,10 +47,54 @@ class _Rule(ctypes.Structure):
     _fields_ = _numbers(AdamRule, ctypes.c_uint32)
 
 
-class KernelPlan(AttentionPlan):
-    """As the attention kernel reads it: pieces of the tree, and which thread works on which of them."""
+class _Left(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("row", ctypes.c_int64), ("col", ctypes.c_int64), ("half", ctypes.c_int32)
+    ]  # fmt: skip
 
-    def __init__(self, tree: Tree, heads: Heads, queries: Tensor | None, threads: int) -> None:
+
+class _Right(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("order", ctypes.c_void_p), ("to_float", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_int64), ("cols", ctypes.c_int64),
+        ("type", ctypes.c_int32), ("block", ctypes.c_int32), ("turned", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class _Out(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("row", ctypes.c_int64),
+        ("factor", ctypes.c_float), ("half", ctypes.c_int32), ("add", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+FP32, BF16, INT8 = range(3)  # the kinds of products.h
+F32 = 0  # ggml's number
+DENSE = {torch.float32: -1, torch.bfloat16: -2}  # its types of weights that are not packed
+ONLY_TORCH = platform.system() == "Darwin"  # its float32 products run on Apple's matrix unit
+
+
+def _right(y: Matrix) -> _Right:
+    if isinstance(y, Tensor):
+        turned = y.stride(1) != 1
+        w = y.T if turned else y
+        assert w.stride(1) == 1 or w.shape[1] == 1
+        kind = DENSE[w.dtype]
+        return _Right(w.data_ptr(), None, None, w.stride(0) * w.element_size(), w.shape[1], kind, 1, turned)
+    turned = isinstance(y, PackedTransposed)
+    packed: Packed = y.packed if turned else y
+    order = None if packed.order is None else packed.order.ctypes.data
+    kind = DENSE[torch.float32] if packed.type == F32 else packed.type
+    to_float = None if kind < 0 or kind in KERNEL_TYPES else ctypes.cast(ggml.to_float(packed.type), ctypes.c_void_p)  # type: ignore[arg-type]
+    size = packed.data.strides[0], packed.cols
+    return _Right(packed.data.ctypes.data, order, to_float, *size, kind, ggml.block_values(packed.type), turned)
+
+
+class KernelPlan(AttentionPlan):
+    """As the attention kernel reads it: pieces of the tree, in lists of about the same work. Each list adds to
+    gradients of its own, so that their sums depend on no thread."""
+
+    def __init__(self, tree: Tree, heads: Heads, queries: Tensor | None, count: int) -> None:
         super().__init__(tree, heads, queries)
         pieces, tokens_of, rows, keys = [], [], [], []
         row = key = 0
@@ -60,14 +109,14 @@ class KernelPlan(AttentionPlan):
             keys += [piece.above, np.arange(piece.start, piece.start + own)]
             row, key = row + len(tokens), key + len(piece.above) + own
         costs = [(count * (above + own), number) for number, (_, count, _, above, _, own) in enumerate(pieces)]
-        lists: list[list[int]] = [[] for _ in range(threads)]
-        load = [0] * threads
-        for cost, number in sorted(costs, reverse=True):  # the largest first, to the thread with the least work
+        lists: list[list[int]] = [[] for _ in range(count)]
+        load = [0] * count
+        for cost, number in sorted(costs, reverse=True):  # the largest first, to the list with the least work
             for group in range(heads.key):
-                thread = load.index(min(load))
-                lists[thread].append(number * heads.key + group)
-                load[thread] += cost
-        self.threads = threads
+                least = load.index(min(load))
+                lists[least].append(number * heads.key + group)
+                load[least] += cost
+        self.lists = count
         self._arrays = [
             np.array(pieces, np.int32),
             *(np.concatenate(part).astype(np.int32) for part in (tokens_of, rows, keys)),
@@ -75,7 +124,7 @@ class KernelPlan(AttentionPlan):
             np.array([item for items in lists for item in sorted(items)], np.int32),
             np.concatenate([[0], np.cumsum([len(items) for items in lists])]).astype(np.int32),
         ]
-        self._structs = _Tree(*(array.ctypes.data for array in self._arrays)), _Heads(*astuple(heads))
+        self._structs = _Tree(*(array.ctypes.data for array in self._arrays), count), _Heads(*astuple(heads))
         self.arguments = tuple(map(ctypes.byref, self._structs))
 
 
@@ -98,36 +147,68 @@ class KernelBackend(Backend):
         super().__init__(memory)
         self.library: Any = ctypes.CDLL(str(file))
         self.library.squares.restype = ctypes.c_double
+        self.library.product_bytes.restype = ctypes.c_int64
         self.lanes: int = self.library.vector_lanes()
+        self.multiplies_int8 = bool(self.library.multiplies_bytes())
+        self._threads = torch.get_num_threads()
+
+    @property
+    def threads(self) -> int:
+        return self._threads
+
+    def use_threads(self, count: int) -> None:
+        """torch's own operations, few and small, run on one: its threads spin while they wait, and each pool would keep
+        the other from the cores."""
+        self._threads = count
+        torch.set_num_threads(1)
 
     def able(self, head_width: int, gate: str) -> bool:
         return kernels_can_run(head_width, gate, self.lanes)
 
-    def project(self, x: Tensor, a: Tensor) -> Tensor:
-        """From bf16 to float32: a bf16 product of this form would leave code behind for every size of a pass."""
-        if x.dtype == torch.float32 or len(a) % self.lanes:
-            return super().project(x, a)
-        out = self.memory.pool.take(len(x), len(a))
-        self.library.project_half(_at(x, x.dtype), _at(a), _at(out), *_longs(*x.shape, len(a)), self.threads)
+    def operand(self, x: Tensor, bf16: bool) -> Tensor:
+        if not bf16:
+            return x
+        out = self.memory.pool.take(len(x), x.shape[1], torch.bfloat16)
+        self.library.to_bf16(_at(x), _at(out, out.dtype), *_longs(x.numel()), self.threads)
         return out
 
-    def project_back(self, dy: Tensor, mid: Tensor) -> Tensor:
-        if mid.dtype == dy.dtype:
-            return super().project_back(dy, mid)
-        out = torch.empty(dy.shape[1], mid.shape[1])
-        shape = _longs(*dy.shape, mid.shape[1])
-        self.library.expand_back_half(_at(dy, torch.bfloat16), _at(mid), _at(out), *shape, self.threads)
+    def mm(self, x: Tensor, y: Matrix, out: Tensor | None = None, options: Product = PLAIN) -> Tensor:
+        """In bf16 if x is; what is not is rounded on the way."""
+        packed = None if isinstance(y, Tensor) else getattr(y, "packed", y)
+        if packed is not None and packed.type < 0:  # a packing that ggml does not know
+            y, packed = y.dense(self), None
+        rows, depth, cols = *x.shape, y.shape[1]
+        kind = INT8 if options.int8 and depth % INT8_GROUP == 0 else FP32 if x.dtype == torch.float32 else BF16
+        if out is None:
+            out = self.memory.pool.take(rows, cols, torch.float32 if options.float32 else x.dtype)
+        if kind == FP32 and ONLY_TORCH:
+            return super().mm(x, y, out, options)
+        assert out.stride(1) == 1 or cols == 1
+        left = _Left(x.data_ptr(), *x.stride(), x.dtype == torch.bfloat16)
+        right, bias = _right(y), None if options.bias is None else options.bias.data_ptr()
+        half = out.dtype == torch.bfloat16
+        target = _Out(out.data_ptr(), bias, out.stride(0), options.scale, half, options.add)
+        shape = _longs(rows, cols, depth)
+        size = self.library.product_bytes(ctypes.byref(left), *shape, kind)
+        scratch = self.memory.products.take(1, size, torch.uint8)
+        if packed is not None:
+            packed.prefetch(self.memory)
+        every = map(ctypes.byref, (left, right, target))
+        self.library.multiply_matrices(*every, *shape, kind, _at(scratch, torch.uint8), self.threads)
+        if packed is not None:
+            packed.release(self.memory)
         return out
 
-    def add_bf16(self, total: Tensor, x: Tensor) -> Tensor:
-        self.library.add_half(_at(total), _at(x, torch.bfloat16), *_longs(total.numel()), self.threads)
-        return total
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.memory.pool.like(x)
+        self.library.add(*map(_at, (x, y, out)), *_longs(x.numel()), self.threads)
+        return out
 
-    def add_bias(self, x: Tensor, bias: Tensor) -> None:
-        if x.dtype == torch.float32:
-            super().add_bias(x, bias)
-        else:
-            self.library.add_bias_half(_at(x, x.dtype), _at(bias), *_longs(*x.shape), self.threads)
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        losses = torch.empty(len(logits), dtype=torch.float64)
+        given = _at(logits), _at(targets, torch.int64), _at(losses, torch.float64)
+        self.library.cross_entropy(*given, *_longs(*logits.shape), self.threads)
+        return losses.sum()
 
     def sum_rows(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
@@ -157,8 +238,11 @@ class KernelBackend(Backend):
         source = ctypes.c_void_p(packed.ctypes.data)
         if type_id in KERNEL_TYPES:
             function = self.library.unpack if out.dtype == torch.float32 else self.library.unpack_half
-            blocks = ctypes.c_long(out.numel() // ggml.block_values(type_id))
-            function(source, type_id, _at(out, out.dtype), blocks, self.threads)
+            values = ggml.block_values(type_id)
+            blocks = ctypes.c_long(out.numel() // values)
+            function(
+                source, type_id, _at(out, out.dtype), blocks, ggml.row_bytes(type_id, values), values, self.threads
+            )
         elif out.dtype == torch.float32:
             super().unpack(packed, type_id, out)
         else:
@@ -191,13 +275,13 @@ class KernelBackend(Backend):
         self.library.rotate(_at(x), _at(cosines), _at(sines), *shape, ctypes.c_float(sign), self.threads)
 
     def attention_plan(self, tree: Tree, heads: Heads, queries: Tensor | None = None) -> KernelPlan:
-        return KernelPlan(tree, heads, queries, self.threads)
+        return KernelPlan(tree, heads, queries, LISTS)
 
     def attend(self, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Beside the result: each query's log of its sum of exponentials, (A, H)."""
         assert isinstance(plan, KernelPlan)
         out, lse = self.memory.pool.like(q), torch.empty(len(q), plan.heads.query)
-        self.library.attend(*plan.arguments, *map(_at, (q, k, v, out, lse)), plan.threads)
+        self.library.attend(*plan.arguments, *map(_at, (q, k, v, out, lse)), self.threads)
         return out, lse
 
     def attend_back(
@@ -206,10 +290,12 @@ class KernelBackend(Backend):
         assert isinstance(plan, KernelPlan)
         q, k, _, _, _ = saved
         dq = self.memory.pool.like(q)
-        dk, dv = ([self.memory.pool.like(k).zero_() for _ in range(plan.threads)] for _ in range(2))
+        dk, dv = ([self.memory.pool.like(k) for _ in range(plan.lists)] for _ in range(2))
         tensors = map(_at, (*saved, dout, dq))
-        self.library.attend_back(*plan.arguments, *tensors, _addresses(dk), _addresses(dv), plan.threads)
-        return dq, _sum(dk), _sum(dv)
+        self.library.attend_back(
+            *plan.arguments, *tensors, _addresses(dk), _addresses(dv), *_longs(len(k)), self.threads
+        )
+        return dq, dk[0], dv[0]
 
     def adamw(self, weight: Tensor, gradient: Tensor, moments: Moments, rule: AdamRule) -> None:
         kind = moments.first.dtype
@@ -226,12 +312,6 @@ class KernelBackend(Backend):
 
 def _addresses(tensors: list[Tensor]) -> Any:
     return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-
-
-def _sum(parts: list[Tensor]) -> Tensor:
-    for part in parts[1:]:
-        parts[0].add_(part)
-    return parts[0]
 
 
 @lru_cache(maxsize=1)

@@ -17,12 +17,9 @@ MAX_LANES = 16  # float32 numbers in the widest vector register
 MOMENT_GROUP = 256  # moments that share a scale where they are bytes, as kernels.cpp has it
 
 
-def padded(rows: int) -> int:
-    """Rows of a bf16 product: the library generates and keeps code for every size, 0.6 MB each, so sizes are few."""
-    unit = 32
-    while unit * 8 < rows:
-        unit *= 2
-    return -(-rows // unit) * unit
+INT8_GROUP = 32  # numbers that share a scale where operands are bytes, as products.h has it
+
+LISTS = 8  # of attention's work, whatever the threads: each sums gradients of its own
 
 
 def kernels_can_run(head_width: int, gate: str, lanes: int = MAX_LANES) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from edgeft.engine.backend import Backend
+from edgeft.engine.backend import Backend, Matrix, Product
 from edgeft.engine.packed import PackedLinear
 
 Tensor = torch.Tensor
@@ -40,21 +40,20 @@ class Trained(NamedTuple):
 
 
 SLOTS = len(Trained._fields)
+FLOAT32 = Product(float32=True)
 
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """What computes layers. bf16: operands of products; sums inside a product and all between products are float32."""
+    """What computes layers. bf16: operands of products; int8: those of frozen weights in the forward pass. Sums in
+    products and all between them are float32."""
 
     backend: Backend
     bf16: bool = False
+    int8: bool = False
 
     def operand(self, x: Tensor) -> Tensor:
         return self.backend.operand(x, self.bf16)
-
-    def cast(self, weight: Tensor) -> Tensor:
-        """A dense weight as an operand."""
-        return weight.bfloat16() if self.bf16 else weight
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,6 @@ class LinearSpec:
         ]
 
     @property
-    def lite(self) -> bool:
-        """A is fixed: B A is added to the weight, which is less work than beside it."""
-        return self.down is not None and not self.down.requires_grad
-
-    @property
     def width(self) -> int:
         """Numbers per token that the gradient of a part, or of B, reads."""
         if self.columns is not None:
@@ -98,16 +92,14 @@ class LinearSpec:
     @property
     def adapts(self) -> bool:
         """An adapter is computed beside the weight."""
-        return self.down is not None and not self.lite
+        return self.down is not None
 
     def reads(self, x: Tensor, compute: ComputeOptions) -> Tensor:
         """These numbers (T, width), from the layer's input."""
         if self.columns is not None:
             return compute.backend.gather_columns(x, self.columns)
         assert self.down is not None
-        if self.lite:
-            return compute.backend.project(x, self.down)
-        return compute.backend.mm(x, compute.cast(self.down).T)
+        return compute.backend.mm(x, self.down.detach().T, options=FLOAT32)
 
 
 def linear_spec(module: Any) -> LinearSpec | None:
@@ -134,25 +126,18 @@ def trained_flags(tensors: Sequence[Tensor | None]) -> list[Trained]:
     return [Trained(*every[n : n + SLOTS]) for n in range(0, len(every), SLOTS)]
 
 
-def _weight(layer: LinearSpec, compute: ComputeOptions) -> Tensor:
-    """As an operand."""
+def _weight(layer: LinearSpec, compute: ComputeOptions) -> Matrix:
+    """W, as products read it."""
     base, backend = layer.base, compute.backend
-    if isinstance(base, PackedLinear):
-        weight = base.packed.operand(backend, bf16=compute.bf16)
-    elif isinstance(base, nn.Linear):
-        weight = compute.cast(base.weight)
-    else:
-        weight = base.operand(backend, compute.bf16)
     if layer.part is not None and layer.columns is not None:
         # in the buffer that the next weight overwrites, or in the base's own, whose columns nothing else reads
+        packed = isinstance(base, PackedLinear)
+        weight = base.packed.operand(backend, bf16=compute.bf16) if packed else base.weight.detach()
         backend.scatter_columns(layer.part.detach(), layer.columns, weight)
-    if layer.lite:
-        assert layer.up is not None
-        assert layer.down is not None
-        writable = compute.bf16 or isinstance(base, PackedLinear)
-        branch = compute.cast(layer.up.detach()), compute.cast(layer.down)
-        weight = torch.addmm(weight, *branch, alpha=layer.scale, out=weight if writable else None)
-    return weight
+        return weight  # type: ignore[no-any-return]
+    if isinstance(base, PackedLinear):
+        return base.packed
+    return base.weight.detach() if isinstance(base, nn.Linear) else base.operand(backend, compute.bf16)  # type: ignore[no-any-return]
 
 
 def kept_inputs(
@@ -175,17 +160,18 @@ def kept_part(layer: LinearSpec, x: Tensor, mid: Tensor | None, compute: Compute
     return layer.reads(x, compute) if mid is None else mid
 
 
-def forward(layer: LinearSpec, x: Tensor, compute: ComputeOptions) -> tuple[Tensor, Tensor | None]:
-    """(y, x Aᵀ of an adapter), all of them operands."""
-    backend = compute.backend
-    out, mid = backend.mm(x, _weight(layer, compute).T), None
-    if layer.bias is not None:
-        backend.add_bias(out, layer.bias)
+def forward(
+    layer: LinearSpec, x: Tensor, compute: ComputeOptions, float32: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(y, what the adapter reads); y as an operand, or in float32."""
+    backend, weight = compute.backend, _weight(layer, compute)
+    int8 = compute.int8 and not isinstance(weight, Tensor)
+    out = backend.mm(x, weight.T, options=Product(bias=layer.bias, float32=float32, int8=int8))
+    mid = None
     if layer.adapts:
-        assert layer.down is not None
         assert layer.up is not None
-        mid = backend.mm(x, compute.cast(layer.down).T)  # (T, r)
-        out.addmm_(mid, compute.cast(layer.up).T, alpha=layer.scale)
+        mid = layer.reads(x, compute)
+        backend.mm(mid, layer.up.detach().T, out, Product(layer.scale, add=True))
     return out, mid
 
 
@@ -194,25 +180,31 @@ def input_gradient(layer: LinearSpec, dy: Tensor, compute: ComputeOptions) -> Te
     backend = compute.backend
     dx = backend.mm(dy, _weight(layer, compute))
     if layer.adapts:
-        assert layer.down is not None
-        assert layer.up is not None
-        dx.addmm_(backend.mm(dy, compute.cast(layer.up)), compute.cast(layer.down), alpha=layer.scale)
+        backend.mm(_adapter_gradient(layer, dy, compute), _down(layer), dx, Product(add=True))
     return dx
+
+
+def _down(layer: LinearSpec) -> Tensor:
+    assert layer.down is not None
+    return layer.down.detach()
+
+
+def _adapter_gradient(layer: LinearSpec, dy: Tensor, compute: ComputeOptions) -> Tensor:
+    """Of x Aᵀ: (T, r), float32."""
+    assert layer.up is not None
+    return compute.backend.mm(dy, layer.up.detach(), options=Product(layer.scale, float32=True))
 
 
 class InputGradient:
     """The gradient of what several layers read, (T, I) float32, summed layer by layer."""
 
-    def __init__(self, rows: int, backend: Backend) -> None:
-        self.rows, self.backend = rows, backend
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
         self.total: Tensor | None = None
 
-    def add(self, x: Tensor, y: Tensor) -> None:
+    def add(self, x: Tensor, y: Matrix) -> None:
         """x y of two operands."""
-        if self.total is None:
-            self.total = self.backend.to_float32(self.backend.mm(x, y), self.rows)
-        else:
-            self.backend.add_mm(self.total, x, y)
+        self.total = self.backend.mm(x, y, self.total, Product(add=self.total is not None, float32=True))
 
 
 Saved = tuple[Tensor | None, Tensor | None]  # of a layer's input: all of it, or what `LinearSpec.reads` makes of it
@@ -243,16 +235,15 @@ def backward(
         _add_gradient(layer.part, dy, part, backend)
     if flags.up:
         assert part is not None
-        grads[3] = backend.project_back(dy, part).float().mul_(layer.scale)
-    if layer.adapts and (flags.down or dx is not None):
-        assert layer.down is not None
         assert layer.up is not None
-        dmid = backend.mm(dy, compute.cast(layer.up)).mul_(layer.scale)  # (T, r)
+        grads[3] = backend.mm(dy.T, part, torch.empty_like(layer.up), Product(layer.scale))
+    if layer.adapts and (flags.down or dx is not None):
+        dmid = _adapter_gradient(layer, dy, compute)
         if flags.down:
             assert x is not None
-            grads[2] = (dmid.T @ x).float()
+            grads[2] = backend.mm(dmid.T, x, torch.empty_like(_down(layer)))
         if dx is not None:
-            dx.add(dmid, compute.cast(layer.down))
+            dx.add(dmid, _down(layer))
     return grads
 
 
@@ -260,7 +251,7 @@ def _add_gradient(parameter: nn.Parameter, dy: Tensor, x: Tensor, backend: Backe
     """dyᵀ x of two operands."""
     gradients, first = backend.memory.gradients, parameter.grad is None
     gradient = gradients.allocate(parameter) if parameter.grad is None else parameter.grad
-    backend.add_gradient(gradient, dy, x, first)
+    backend.mm(dy.T, x, gradient, Product(add=not first))
     if gradients.on_ready is not None:
         gradients.on_ready(parameter)
 
@@ -274,20 +265,19 @@ class _Linears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.layers, ctx.flags, ctx.compute = layers, trained_flags(trained), compute
         operand = compute.operand(x)
-        outs, mids = zip(*(forward(layer, operand, compute) for layer in layers), strict=True)
+        outs, mids = zip(*(forward(layer, operand, compute, float32=True) for layer in layers), strict=True)
         if shared and operand is x and any(flag.reads_part for flag in ctx.flags):
             ctx.save_for_backward(x, *(None for _ in layers))
         elif any(ctx.needs_input_grad):
             ctx.save_for_backward(*kept_inputs(layers, ctx.flags, operand, mids, compute))
         ctx.set_materialize_grads(False)
-        return tuple(compute.backend.to_float32(out, len(x)) for out in outs)
+        return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, *parts = ctx.saved_tensors
         compute: ComputeOptions = ctx.compute
-        rows = next((len(gradient) for gradient in grads if gradient is not None), 0)
-        dx = InputGradient(rows, compute.backend) if ctx.needs_input_grad[0] else None
+        dx = InputGradient(compute.backend) if ctx.needs_input_grad[0] else None
         every: Gradients = []
         for layer, flags, part, gradient in zip(ctx.layers, ctx.flags, parts, grads, strict=True):
             if gradient is None:

@@ -189,6 +189,10 @@ def load_gguf(path: Path, frozen: str, lean: bool) -> Stack:
 class _Held(Packed):
     """In memory, in a packing that ggml does not know."""
 
+    def operand(self, backend: Backend, bf16: bool = False) -> Tensor:
+        dense = self.dense(backend)
+        return dense.bfloat16() if bf16 else dense
+
     def copy(self) -> Tensor:
         return self.dense().clone()
 
@@ -203,11 +207,11 @@ class Nf4(_Held):
         rows, cols = weight.shape
         super().__init__(self.quantised.numpy(), -1, rows, cols)
 
-    def dense(self, start: int = 0, stop: int | None = None, backend: Backend = TORCH) -> Tensor:
+    def dense(self, backend: Backend = TORCH) -> Tensor:
         from bitsandbytes import functional
 
         # bitsandbytes cannot unpack into a given buffer on a CPU
-        return functional.dequantize_4bit(self.quantised, self.state)[start:stop]
+        return functional.dequantize_4bit(self.quantised, self.state)
 
 
 class Int8(_Held):
@@ -220,10 +224,8 @@ class Int8(_Held):
         self.values, self.scale = values, scale.float()[:, None] / 127
         super().__init__(values.numpy(), -1, *weight.shape)
 
-    def dense(self, start: int = 0, stop: int | None = None, backend: Backend = TORCH) -> Tensor:
-        part = self.values[start:stop]
-        out = backend.memory.weights.take(*part.shape)
-        return out.copy_(part).mul_(self.scale[start:stop])
+    def dense(self, backend: Backend = TORCH) -> Tensor:
+        return backend.memory.weights.take(self.rows, self.cols).copy_(self.values).mul_(self.scale)
 
 
 def load_hf(path_or_hub_id: str, frozen: str = "auto") -> Stack:

@@ -107,11 +107,10 @@ class Memory:
 
     def __init__(self) -> None:
         self.pool, self.gradients = Pool(), Gradients()
-        self.weights = Scratch()  # an unpacked weight
-        self.bf16_weights = Scratch()  # one that is unpacked to float32 first
+        self.weights = Scratch()  # an unpacked weight, some of whose columns are replaced
         self.packed_rows = Scratch()  # packed rows in another order
         self.logits = Scratch()
-        self.products = Scratch()  # a bf16 weight gradient, before it is added
+        self.products = Scratch()  # what a product packs of its operands
         self.release_pages = False
 
     def set_release(self, wanted: bool) -> None:

@@ -6,13 +6,14 @@ A dense copy exists only for the product that needs it, in one buffer that the n
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from edgeft.engine.backend import TORCH, Backend
+from edgeft.engine.backend import TORCH, Backend, Product
 from edgeft.engine.limits import HEAD_ROWS, LOGITS_BYTES
 from edgeft.engine.memory import Memory
 from edgeft.formats.gguf import prefetch_pages, release_pages
@@ -33,36 +34,55 @@ class Packed:
     """
 
     def __init__(self, data: np.ndarray, type_id: int, rows: int, cols: int, order: np.ndarray | None = None) -> None:
-        self.data = data.reshape(rows, -1)  # uint8 (rows, bytes of a row), as stored
+        self.data = data if data.ndim == 2 else data.reshape(rows, -1)  # uint8 (rows, bytes of a row), as stored
         self.type, self.rows, self.cols, self.order = type_id, rows, cols, order
 
-    def stored(self, memory: Memory, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Packed rows [start, stop) in order; valid until the next call for any matrix."""
-        if memory.release_pages:
-            prefetch_pages(self.data if self.order is not None else self.data[start:stop])
+    def stored(self, memory: Memory) -> np.ndarray:
+        """Packed rows in order; valid until the next call for any matrix."""
+        self.prefetch(memory)
         if self.order is None:
-            return self.data[start:stop]
+            return self.data
+        out = memory.packed_rows.take(len(self.order), self.data.shape[1], torch.uint8).numpy()
+        return np.take(self.data, self.order, axis=0, out=out, mode="clip")  # the mode that needs no copy in between
+
+    def prefetch(self, memory: Memory) -> None:
+        """Reads the pages that a product is about to use, if they were released."""
+        if memory.release_pages:
+            prefetch_pages(self.data)
+
+    def release(self, memory: Memory) -> None:
+        if memory.release_pages:
+            release_pages(self.data)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.cols
+
+    @property
+    def T(self) -> PackedTransposed:
+        return PackedTransposed(self)
+
+    def part(self, start: int, stop: int) -> Packed:
+        """Rows [start, stop)."""
+        if self.order is None:
+            return Packed(self.data[start:stop], self.type, stop - start, self.cols)
         order = self.order[start:stop]
-        out = memory.packed_rows.take(len(order), self.data.shape[1], torch.uint8).numpy()
-        return np.take(self.data, order, axis=0, out=out, mode="clip")  # the mode that needs no copy in between
+        return Packed(self.data, self.type, len(order), self.cols, order)
 
-    def dense(self, start: int = 0, stop: int | None = None, backend: Backend = TORCH) -> torch.Tensor:
-        """Rows [start, stop) in float32, in a buffer that the next call for any matrix overwrites."""
-        return self._unpack(torch.float32, start, stop, backend)
+    def dense(self, backend: Backend = TORCH) -> torch.Tensor:
+        """In float32, in a buffer that the next call for any matrix overwrites."""
+        return self._unpack(torch.float32, backend)
 
-    def operand(self, backend: Backend, start: int = 0, stop: int | None = None, bf16: bool = False) -> torch.Tensor:
+    def operand(self, backend: Backend, bf16: bool = False) -> torch.Tensor:
         """As `dense`, as a product reads it."""
-        if bf16 and backend.unpacks(self.type):
-            return self._unpack(torch.bfloat16, start, stop, backend)
-        out = self.dense(start, stop, backend)
-        return backend.memory.bf16_weights.take(len(out), self.cols, torch.bfloat16).copy_(out) if bf16 else out
+        return self._unpack(torch.bfloat16 if bf16 else torch.float32, backend)
 
     def gather_rows(self, numbers: np.ndarray, backend: Backend = TORCH) -> torch.Tensor:
         """These rows, (n, cols), in memory of their own."""
         out = torch.empty(len(numbers), self.cols)
         stored = self.data[numbers if self.order is None else self.order[numbers]]
         backend.unpack(np.ascontiguousarray(stored), self.type, out)
-        self._release(backend.memory)
+        self.release(backend.memory)
         return out
 
     def copy(self) -> torch.Tensor:
@@ -76,16 +96,25 @@ class Packed:
         """The same matrix with its rows in another order."""
         return Packed(self.data, self.type, self.rows, self.cols, order if self.order is None else self.order[order])
 
-    def _unpack(self, dtype: torch.dtype, start: int, stop: int | None, backend: Backend) -> torch.Tensor:
-        stored = self.stored(backend.memory, start, stop)
+    def _unpack(self, dtype: torch.dtype, backend: Backend) -> torch.Tensor:
+        stored = self.stored(backend.memory)
         out = backend.memory.weights.take(len(stored), self.cols, dtype)
         backend.unpack(stored, self.type, out)
-        self._release(backend.memory, start, stop)
+        self.release(backend.memory)
         return out
 
-    def _release(self, memory: Memory, start: int = 0, stop: int | None = None) -> None:
-        if memory.release_pages:
-            release_pages(self.data if self.order is not None else self.data[start:stop])
+
+class PackedTransposed(NamedTuple):
+    """The right-hand side of x Wᵀ."""
+
+    packed: Packed
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.packed.cols, self.packed.rows
+
+    def dense(self, backend: Backend) -> torch.Tensor:
+        return self.packed.dense(backend).T
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -151,9 +180,8 @@ class PackedHead:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden (n, d) → (n, vocabulary)."""
         out = torch.empty(len(hidden), self.packed.rows) if out is None else out
-        for start in range(0, self.packed.rows, HEAD_ROWS):
-            stop = min(start + HEAD_ROWS, self.packed.rows)
-            torch.mm(hidden, self.packed.operand(self.backend, start, stop).T, out=out[:, start:stop])
+        for start, part in self._parts():
+            self.backend.mm(hidden, part.T, out[:, start : start + part.rows])
         return out
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -163,11 +191,15 @@ class PackedHead:
 
     def back(self, dlogits: torch.Tensor) -> torch.Tensor:
         """(n, vocabulary) → (n, d)."""
-        out = torch.zeros(len(dlogits), self.packed.cols)
-        for start in range(0, self.packed.rows, HEAD_ROWS):
-            stop = min(start + HEAD_ROWS, self.packed.rows)
-            out.addmm_(dlogits[:, start:stop], self.packed.operand(self.backend, start, stop))
+        out = torch.empty(len(dlogits), self.packed.cols)
+        for start, part in self._parts():
+            self.backend.mm(dlogits[:, start : start + part.rows], part, out, Product(add=start > 0))
         return out
+
+    def _parts(self) -> Iterator[tuple[int, Packed]]:
+        """(first row, rows of the vocabulary that are unpacked at a time)."""
+        for start in range(0, self.packed.rows, HEAD_ROWS):
+            yield start, self.packed.part(start, min(start + HEAD_ROWS, self.packed.rows))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -180,15 +212,8 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, len(hidden), head.chunk()):
             part = slice(start, start + head.chunk())
             logits = head.logits(hidden[part], scratch.take(len(hidden[part]), head.packed.rows))
-            rows = torch.arange(len(logits))
-            logits -= logits.amax(1, keepdim=True)
-            picked = logits[rows, targets[part]]
-            logits.exp_()
-            sums = logits.sum(1, keepdim=True)
-            total += (sums.squeeze(1).log() - picked).sum().double()
+            total += head.backend.cross_entropy(logits, targets[part])
             if dhidden is not None:
-                logits /= sums  # softmax
-                logits[rows, targets[part]] -= 1
                 dhidden[part] = head.back(logits)
         ctx.dhidden = dhidden
         return total.to(hidden.dtype)

@@ -59,7 +59,9 @@ class ExecutionOptions:
     """How a stack runs. None of it changes what is computed, up to rounding."""
 
     backend: Backend = TORCH
-    bf16: bool = False  # operands of products, where the backend runs the blocks; the head's are float32
+    # operands of the blocks' products, where the backend runs them: fp32, bf16, or int8 of frozen weights in the
+    # forward pass; the head's are float32
+    products: str = "fp32"
     # gradient checkpointing: none; full: only inputs of blocks are kept; selective: where no weight is trained, and
     # the backend runs the blocks, inputs and little more
     recompute: str = "none"
@@ -102,11 +104,11 @@ class Stack:
         angles: tuple[Tensor, Tensor] = self.model.rotary_emb(torch.empty(0), positions)  # type: ignore[operator]
         return angles
 
-    def run(self, hidden: Tensor, batch: Batch, blocks: range, bf16: bool = False) -> Tensor:
+    def run(self, hidden: Tensor, batch: Batch, blocks: range) -> Tensor:
         """Consecutive blocks over a batch, (T, d) → (T, d)."""
         if not self.options.backend.runs_blocks:
             return self._run_modules(hidden[None], batch.positions[None], batch.tree, blocks)[0]
-        runner = self._runner(batch.positions, batch.tree, bf16)
+        runner = self._runner(batch.positions, batch.tree)
         stream: DeferredResidual = (hidden, None)
         for number in blocks:
             stream = self._through(runner.block, self.layers[number], stream)
@@ -135,15 +137,17 @@ class Stack:
         """What the head reads: the logits' scale is applied here."""
         return normed if self.logit_scale == 1 else normed * self.logit_scale
 
-    def _runner(self, positions: Tensor, tree: Tree, bf16: bool, context: Context | None = None) -> Runner:
+    def _runner(self, positions: Tensor, tree: Tree, context: Context | None = None) -> Runner:
         """positions: of the tokens that it runs."""
         cos, sin = self.rotary(positions[None])
-        return Runner(ComputeOptions(self.options.backend, bf16), self, tree, (cos[0], sin[0]), context)
+        products = self.options.products
+        compute = ComputeOptions(self.options.backend, products == "bf16", products == "int8")
+        return Runner(compute, self, tree, (cos[0], sin[0]), context)
 
     def _context(self, hidden: Tensor, batch: Batch, cut: int) -> Context:
         """Runs the tokens through which no gradient passes, as in inference: only what others see of them is kept."""
         context = Context(batch.tree)
-        runner = self._runner(batch.positions[context.tokens], batch.tree.context_tree(), self.options.bf16)
+        runner = self._runner(batch.positions[context.tokens], batch.tree.context_tree())
         stream: DeferredResidual = (hidden[context.tokens], None)
         with torch.no_grad():
             for block in self.layers[cut:-1]:
@@ -171,7 +175,7 @@ class Stack:
             context = self._context(hidden, batch, cut)
             hidden, positions = hidden[context.live], positions[context.live]
             queries = torch.searchsorted(context.live, queries)
-        runner = self._runner(positions, batch.tree, options.bf16, context)
+        runner = self._runner(positions, batch.tree, context)
         stream: DeferredResidual = (hidden, None)
         for block in self.layers[cut:-1]:
             selective = options.recompute == "selective" and _needs_gradient(block, stream)
@@ -183,7 +187,7 @@ class Stack:
     def trunk(self, batch: Batch, cut: int) -> Tensor:
         """The trunk's output, (T, d), without autograd; its products read what those above the cut read."""
         with torch.no_grad():
-            return self.run(self.embed(batch.tokens), batch, range(cut), self.options.bf16)
+            return self.run(self.embed(batch.tokens), batch, range(cut))
 
     def logits(self, batch: Batch) -> Tensor:
         """(n, vocabulary) at the predicting positions; for checks."""

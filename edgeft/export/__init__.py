@@ -78,7 +78,7 @@ def _reference(job: Job) -> Reference:
     from edgeft.export.verify import Reference
     from edgeft.formats.tokenizer import open_tokenizer
     from edgeft.plan.limits import VERIFY_ROWS
-    from edgeft.train.build import use_threads
+    from edgeft.train.build import compute_threads
 
     run = job.run
     if not run.tokens.is_file():
@@ -88,7 +88,7 @@ def _reference(job: Job) -> Reference:
         )
     train, heldout = tokens.load(run.tokens)
     rows = (heldout or train)[:VERIFY_ROWS]
-    threads = use_threads(run.recipe.how.threads)
+    threads = compute_threads(run.recipe.how.threads)
     return Reference(job.stack, rows, open_tokenizer(job.source), run.recipe.data.system, threads, job.budget_bytes)
 
 

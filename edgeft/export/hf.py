@@ -184,7 +184,7 @@ def _half(matrix: Packed) -> torch.Tensor:
     out = torch.empty(matrix.rows, matrix.cols, dtype=torch.float16)
     for start in range(0, matrix.rows, CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, matrix.rows)
-        out[start:stop] = matrix.dense(start, stop)
+        out[start:stop] = matrix.part(start, stop).dense()
     return out
 
 

@@ -73,9 +73,6 @@ def lower_priority(nice: int) -> None:
         return
     os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
     if sys.platform == "linux":
-        # Linux weighs sessions against each other before processes, and a stage has a session of its own.
-        with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
-            file.write(str(nice))
         with contextlib.suppress(OSError, psutil.Error):
             process.ionice(psutil.IOPRIO_CLASS_BE, 7)  # the lowest level that is not starved
 
@@ -126,13 +123,22 @@ def advise(mapped: mmap.mmap, advice: str, start: int, length: int) -> None:
 
 
 def child_options(handles: Sequence[int] = (), before: Callable[[], None] | None = None) -> dict[str, Any]:
-    """For Popen: a session of its own, so that Ctrl-C in the terminal reaches this process alone.
+    """For Popen: a process group of its own, so that Ctrl-C in the terminal reaches this process alone.
 
+    Not a session: Linux weighs sessions against each other before it looks at niceness (autogroup), and a program of the
+    lowest priority in another one would take half of a core or more.
     handles: from `inheritable`; before: called in the child before it becomes its program, not on Windows.
     """
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP, "close_fds": not handles}
-    return {"start_new_session": True, "pass_fds": handles, "preexec_fn": before}
+
+    def begin() -> None:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may write to the terminal, whatever `stty tostop` says
+        if before is not None:
+            before()
+
+    return {"pass_fds": handles, "preexec_fn": begin}
 
 
 def inheritable(handle: int) -> int:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from edgeft.engine.stack import Stack
     from edgeft.methods.scheme import Scheme
 
-MIB = 1 << 20
-
 
 class Update(NamedTuple):
     """What is trained of one weight."""
@@ -34,12 +32,10 @@ class Update(NamedTuple):
 class Traits:
     """What an update costs beyond its numbers."""
 
-    code_bytes: int = 5 * MIB  # that the library compiles and keeps for each size of a pass with bf16 products
     frugal: bool = False  # no gradient reads the layer's whole input: most of a block can be recomputed from little
     selective: bool = False  # and always is: the method is for little memory
     replaces_base: bool = False  # the packed weight is never read again
     dense: bool = False  # and is a float32 matrix, which no product has to unpack
-    casts: bool = True  # trained numbers are cast in every pass with bf16 products
     float32_inputs: bool = False  # what it keeps of an input is float32, also with bf16 products
 
 

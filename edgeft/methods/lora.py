@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from edgeft.methods.base import MIB, Method, Traits, Update, weight_of
+from edgeft.methods.base import Method, Update, weight_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,6 @@ class Lora(Method):
     about = "PEFT adapters on them"
     ranked = True
     uses_peft = True
-    traits = Traits(code_bytes=12 * MIB, casts=False)
 
     def trained_sizes(self, update: Update, rows: int, cols: int) -> list[int]:
         return [update.rank * cols, update.rank * rows]

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from edgeft.methods.base import MIB, Method, Traits, Update, channel_count, weight_of
+from edgeft.methods.base import Method, Traits, Update, channel_count, weight_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ class Sparse(Method):
     about = "the chosen tensors themselves, or low-rank updates of them"
     partial = bf16_weights = True
     traits = Traits(replaces_base=True, dense=True)
-    low_rank_traits = Traits(code_bytes=1 * MIB, frugal=True, float32_inputs=True)
+    low_rank_traits = Traits(frugal=True, float32_inputs=True)
 
     def traits_of(self, update: Update) -> Traits:
         return self.low_rank_traits if update.rank else self.traits
@@ -44,8 +44,8 @@ class Sparse(Method):
         return [update.rank * rows] if update.rank else super().trained_sizes(update, rows, cols)
 
     def update_flops(self, update: Update, rows: int, cols: int) -> float:
-        """x Aᵀ and the gradient of B; B A is added to the weight, not to each token."""
-        return 2.0 * update.rank * (rows + cols) if update.rank else super().update_flops(update, rows, cols)
+        """Without the gradient of A, which is fixed."""
+        return update.rank * (6.0 * rows + 4.0 * cols) if update.rank else super().update_flops(update, rows, cols)
 
     def kept_width(self, update: Update, cols: int) -> int:
         return update.rank or super().kept_width(update, cols)
@@ -80,9 +80,7 @@ class Sparse(Method):
         return layer  # type: ignore[no-any-return]
 
     def operand(self, layer: Any, backend: Backend, bf16: bool) -> torch.Tensor:
-        if bf16:
-            return layer.stored  # type: ignore[no-any-return]
-        return backend.memory.weights.take(layer.out_features, layer.in_features).copy_(layer.stored)
+        return layer.stored  # type: ignore[no-any-return]
 
     def optimizer(self, stack: Stack, parameters: dict[str, torch.nn.Parameter], recipe: Recipe) -> Optimizer:
         from edgeft.methods.layer import trained_linears

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgeft.methods.base import MIB, Method, Traits, Update, weight_of
+from edgeft.methods.base import Method, Traits, Update, weight_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ class TinyTL(Method):
     name = "tinytl"
     about = "lite residual branches beside them"
     ranked = True
-    traits = Traits(code_bytes=1 * MIB, frugal=True, selective=True, float32_inputs=True)
+    traits = Traits(frugal=True, selective=True, float32_inputs=True)
 
     def trained_sizes(self, update: Update, rows: int, cols: int) -> list[int]:
         return [update.rank * rows]  # B alone

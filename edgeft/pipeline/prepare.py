@@ -94,7 +94,7 @@ def make_plan(
     from edgeft.plan.shape import shape_of
 
     machine = Machine.here(recipe.how.threads, run.path)
-    known = memory.EngineSpec(engine.compiled, engine.bf16, machine.threads) if engine else None
+    known = memory.EngineSpec(engine.compiled, engine.products, machine.threads) if engine else None
     shape = shape_of(model_source(recipe.model.path), recipe.model.frozen)
     asked = Job(recipe, shape, Workload(*sides, recipe), machine, known)
     asked.resumed = run.recorded() is not None

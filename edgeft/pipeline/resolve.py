@@ -61,12 +61,10 @@ def _decide(
         update_why = before.update_why
     planned = (run.read_json(run.plan) or {}) if allowed.budget_bytes else {}
     how = recipe.how
-    if how.products == "auto":  # the planner may have disabled bf16
-        how = replace(how, products=(planned.get("how") or {}).get("products", "auto"))
     if how.compile == "auto" and planned.get("compiled_to_fit"):
         how = replace(how, compile="on")
     engine = choose_engine(replace(recipe, how=how), sides[0], progress, before.engine if before else None)
-    compiled, products = "on" if engine.compiled else "off", "bf16" if engine.bf16 else "fp32"
+    compiled, products = "on" if engine.compiled else "off", engine.products
     recipe = replace(recipe, how=replace(how, compile=compiled, products=products))  # the plan depends on it
     execution_why = "as asked: no memory limit"
     if allowed.budget_bytes:
@@ -82,7 +80,7 @@ def _decide(
         recipe=recipe,
         device=allowed.device,
         budget_bytes=allowed.budget_bytes,
-        engine=EngineChoice(engine.compiled, engine.bf16, engine.reason),
+        engine=EngineChoice(engine.compiled, engine.products, engine.reason),
         execution_why=execution_why,
         update_why=update_why,
         changed=(run.read_json(run.plan) or {}).get("changed") or [],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edgeft.engine.limits import padded
+from edgeft.engine.limits import LISTS
 from edgeft.methods.scheme import Scheme
 from edgeft.plan.flops import Pass
 from edgeft.plan.shape import Shape
@@ -136,18 +136,15 @@ class TopPass:
 
     def ffn_buffer(self, rows: int) -> Buffer:
         """FFN activations, between gate and down."""
-        return self.pool.take(padded(rows) if self.half else rows, self.value_bytes * self.shape.ffn)
+        return self.pool.take(rows, self.value_bytes * self.shape.ffn)
 
     def bf16_copy(self, rows: int, width: int) -> Buffer | None:
-        """The bf16 copy of a GEMM's input or output; float32 GEMMs need none."""
-        return self.pool.take(padded(rows), 2 * width) if self.half else None
+        """The bf16 copy of a GEMM's input; float32 GEMMs need none."""
+        return self.pool.take(rows, 2 * width) if self.half else None
 
     def products(self, *sizes: tuple[int, int]) -> list[Buffer]:
         """Outputs of GEMMs over one input, (rows, width) each, in float32."""
-        copies = [self.bf16_copy(rows, width) for rows, width in sizes]
-        outputs = [self.fp32(rows, width) for rows, width in sizes]
-        self.pool.free(*copies)
-        return outputs
+        return [self.fp32(rows, width) for rows, width in sizes]
 
     def product(self, rows: int, width: int) -> Buffer:
         return self.products((rows, width))[0]
@@ -160,8 +157,7 @@ class TopPass:
         if sum(widths) >= width:
             return [full]
         value_bytes = [4 if method.traits_of(update).float32_inputs else self.value_bytes for update in updates]
-        count = padded(rows) if self.half else rows
-        return [self.pool.take(count, each * kept) for each, kept in zip(value_bytes, widths, strict=True)]
+        return [self.pool.take(rows, each * kept) for each, kept in zip(value_bytes, widths, strict=True)]
 
     def forward(
         self, block: int, stream: Stream, rows: int, outputs: int, keep_input: bool = False
@@ -203,7 +199,6 @@ class TopPass:
         reads_act = down is not None and not scheme.method.traits_of(down).frugal
         pool.free(dact, self.ffn_buffer(outputs) if reads_act else None)
         dx = self.product(outputs, shape.width)
-        pool.free(self.bf16_copy(outputs, shape.width))  # up's part is computed before it is added
         pool.free(dy, *saved.ffn)
         grad2 = self.fp32(outputs, shape.width)
         pool.free(saved.norms[1], dx, grad)
@@ -218,8 +213,6 @@ class TopPass:
             dy = self.bf16_copy(count, width)
             if wanted and dh is None:
                 dh = self.product(rows, shape.width)
-            elif wanted:
-                pool.free(self.bf16_copy(rows, shape.width))
             pool.free(dy)
         pool.free(dq, dk, dv, *saved.qkv)
         below = self.fp32(rows, shape.width) if block > scheme.cut else None
@@ -227,12 +220,10 @@ class TopPass:
         return below
 
     def attention_backward(self, outputs: int, rows: int) -> tuple[Buffer, Buffer, Buffer]:
-        """Gradients of q, k and v; each thread first sums k and v into buffers of its own."""
+        """Gradients of q, k and v; each list of work first sums k and v into buffers of its own."""
         joined, every = self.joined(rows), rows + self.context
         dq = self.fp32(outputs, self.shape.query)
-        (dk, *other_dk), (dv, *other_dv) = (
-            [self.fp32(every, self.shape.key) for _ in range(self.threads)] for _ in range(2)
-        )
+        (dk, *other_dk), (dv, *other_dv) = ([self.fp32(every, self.shape.key) for _ in range(LISTS)] for _ in range(2))
         self.pool.free(*other_dk, *other_dv, *joined)
         if not self.context:
             return dq, dk, dv
@@ -290,7 +281,6 @@ class TopPass:
         gates = self.gates(rows)
         pool.free(dact)
         dnormed = self.product(rows, shape.width)
-        pool.free(self.bf16_copy(rows, shape.width))  # up's part is computed before it is added
         pool.free(*gates)
         dx = self.fp32(rows, shape.width)
         pool.free(dnormed, second)
@@ -304,7 +294,6 @@ class TopPass:
         pool.free(dy, dq)
         for buffer in (dk, dv):
             dy = self.bf16_copy(rows, shape.key)
-            pool.free(self.bf16_copy(rows, shape.width))
             pool.free(dy, buffer)
         below = self.fp32(rows, shape.width) if block > self.scheme.cut else None
         pool.free(dh, dx, grad, *saved.norms, *saved.ffn)

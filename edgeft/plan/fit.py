@@ -43,7 +43,7 @@ class Machine:
     rates: Rates
     timed: bool  # the rates are known
     threads: int
-    bf16: bool  # the processor has bf16 GEMM instructions
+    products: str  # the fastest operands of GEMMs that the processor has instructions for
     built: bool  # kernels are already compiled
     compiler: bool  # or can be compiled
     disk_bytes: int = 0  # size of the run's disk; 0: unknown
@@ -53,15 +53,15 @@ class Machine:
         """folder: of the run, or where it will be."""
         count = min(threads or device.cores(), device.cores())
         rates, compiler = seconds.of_this_machine(count), compiled.compiler() is not None
-        bf16, built = compiled.multiplies_bf16(), compiled.is_built()
-        return Machine("this machine", rates, True, count, bf16, built, compiler, disk_size(folder))
+        products, built = compiled.fastest_products(), compiled.is_built()
+        return Machine("this machine", rates, True, count, products, built, compiler, disk_size(folder))
 
     @staticmethod
     def of(profile: Device, threads: int) -> Machine:
-        """Another machine, assumed to have a compiler but no bf16 instructions."""
+        """Another machine, assumed to have a compiler."""
         known, count = seconds.of_profile(profile), threads or profile.cores
-        rates = known or Rates(1e11, 0.0, 1e10, seconds.WRITE_BYTES, "nothing: the profile gives no rate")
-        return Machine(profile.name, rates, known is not None, count, bf16=False, built=False, compiler=True)
+        rates = known or Rates(1e11, 0.0, 0.0, 1e10, seconds.WRITE_BYTES, "nothing: the profile gives no rate")
+        return Machine(profile.name, rates, known is not None, count, profile.products, built=False, compiler=True)
 
 
 class Job(RunSpec):
@@ -78,12 +78,11 @@ class Job(RunSpec):
         self.load = load.with_gradients(scheme.tokens)
         self.resumed = False  # weights stay in the type that its checkpoints have
         self.engine = engine or self._engine()
-        self.auto_products = engine is None and recipe.how.products == "auto"
         undecided = engine is None and recipe.how.compile == "auto" and not self.engine.kernels
         supported = kernels_can_run(shape.head, shape.gate)
         self.requested = recipe if undecided and machine.compiler and supported else None  # for with_kernels
         # plan for what `auto` resolves to
-        compile_, products = "on" if self.engine.kernels else "off", "bf16" if self.engine.half else "fp32"
+        compile_, products = "on" if self.engine.kernels else "off", self.engine.products
         self.recipe = replace(recipe, how=replace(recipe.how, compile=compile_, products=products))
         self.exported_bytes = exported_bytes(shape, self.scheme, recipe.export.type)
 
@@ -98,8 +97,10 @@ class Job(RunSpec):
             pays = compiled.pays(work * load.steps / max(1, len(steps)), machine.rates.fp32)
             supported = kernels_can_run(self.shape.head, self.shape.gate)
             kernels = supported and (machine.built or (machine.compiler and pays))
-        half = how.products == "bf16" or (how.products == "auto" and kernels and machine.bf16)
-        return EngineSpec(kernels, half, machine.threads)
+        products = how.products
+        if products == "auto":
+            products = machine.products if kernels else "fp32"
+        return EngineSpec(kernels, products, machine.threads)
 
     def with_kernels(self) -> Job:
         """With kernels compiled to save memory, although the run is too short for them to save time."""
@@ -110,7 +111,7 @@ class Job(RunSpec):
     def with_how(self, how: ExecutionConfig) -> Job:
         job = copy.copy(self)
         job.recipe = replace(self.recipe, how=how)
-        job.engine = replace(self.engine, half=how.products == "bf16")
+        job.engine = replace(self.engine, products=how.products)
         return job
 
     def peak(self, budget_bytes: int) -> int:
@@ -142,10 +143,7 @@ def execution_options(job: Job) -> Iterator[ExecutionConfig]:
     requested = job.recipe.how
     size = requested.micro_batch_tokens
     sizes = [size, *(n for n in (512, 256, 128, MIN_MICRO_BATCH) if n < size)]
-    # bf16 GEMMs need compiled code for every size; they can be turned off where `auto` chose them
-    products = [requested.products] + (["fp32"] if job.auto_products and requested.products == "bf16" else [])
     axes: dict[str, list[Any]] = {
-        "products": products,
         "trunk_order": [requested.trunk_order] + (["blocks"] if requested.trunk_order == "rows" else []),
         "spare_memory": sorted({requested.spare_memory, True}),
         "recompute": sorted({requested.recompute, True}),
@@ -252,9 +250,7 @@ def _with_settings(job: Job, settings: dict[str, Any]) -> Job:
         recipe = replace(recipe, **{part: replace(getattr(recipe, part), **{name: value})})
     shape = replace(job.shape, dense=False) if "model.frozen" in settings else job.shape
     load = job.load.truncated(settings["data.max_tokens"]) if "data.max_tokens" in settings else job.load
-    changed = Job(recipe, shape, load, job.machine, job.engine)
-    changed.auto_products = job.auto_products
-    return changed
+    return Job(recipe, shape, load, job.machine, job.engine)
 
 
 def peak_if_fits(job: Job, budget_bytes: int) -> int | None:
@@ -341,7 +337,7 @@ def _figures(requested: Job, chosen: Job, budget_bytes: int) -> dict[str, Any]:
         "disk": disk.disk_bytes(chosen),
         "written": disk.written_bytes(chosen, clock.saves),
         "machine": {"name": machine.name, "threads": chosen.engine.threads, "rates": machine.rates.source},
-        "engine": {"kernels": chosen.engine.kernels, "half": chosen.engine.half},
+        "engine": {"kernels": chosen.engine.kernels, "products": chosen.engine.products},
         "how": dataclasses.asdict(how),
         "smaller": _halved(chosen, budget_bytes),
         "trained_parameters": chosen.trained,

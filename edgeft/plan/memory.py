@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import repeat
 
 from edgeft import methods
 from edgeft.config import TENSORS, Recipe
@@ -16,7 +17,7 @@ from edgeft.methods.scheme import Scheme
 from edgeft.plan import limits
 from edgeft.plan.buffers import TopPass
 from edgeft.plan.flops import Pass
-from edgeft.plan.rows import PassSizes, Workload
+from edgeft.plan.rows import Workload
 from edgeft.plan.shape import STATE_BYTES, Shape, trained_parameters, trained_tensors
 
 MIB = 1 << 20
@@ -34,12 +35,8 @@ PYTHON_BYTES = 75 * MIB  # stages without torch: Python, numpy, gguf, llama.cpp'
 LEAN_BYTES = 290 * MIB
 TRANSFORMERS_BYTES = 480 * MIB  # with transformers and PEFT as well
 LLAMA_BYTES = 30 * MIB  # llama.cpp while it runs a model
-HALF_BYTES = 25 * MIB  # code that torch's GEMM library compiles for bf16,
-SIZE_BYTES = 6 * MIB  # and keeps for every size of a pass, see limits.padded: 0.6 MiB for each kind of GEMM
-LAST_BYTES = 4 * MIB  # for a size that only the last block has: fewer kinds of GEMM
-CHANNELS_BYTES = 7 * MIB  # added to Method.code_bytes where some channels of a weight are trained,
-SHARE_BYTES = 0.6 * MIB  # and for every further share of a tensor's channels in any block
 FAULT_BYTES = 64 << 10  # mapped around a touched page, where the page cache has it (fault-around)
+INT8_BYTES = 1.25  # per value, at most: a byte, and of 32 a scale and a sum
 CACHED_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 34 / 32}  # per value of the trunk cache
 TOKEN_BYTES = 28  # per token in Python: ids and mask, path through the forest, nodes' tokens, parents, positions
 ROW_BYTES = 2000
@@ -48,11 +45,15 @@ TEXT_BYTES = 40  # per token of a row whose text is loaded, too
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """edgeft's kernels or plain torch, with or without bf16 GEMMs (`half`)."""
+    """edgeft's kernels or plain torch, and the operands of GEMMs."""
 
     kernels: bool
-    half: bool
+    products: str
     threads: int
+
+    @property
+    def half(self) -> bool:
+        return self.products == "bf16"
 
 
 @dataclass
@@ -128,22 +129,8 @@ def peak(terms: dict[str, int]) -> int:
     return sum(size for term, size in terms.items() if term != EVICTABLE)
 
 
-def _libraries(spec: RunSpec, sizes: PassSizes | None = None) -> int:
-    """sizes: of passes with bf16 GEMMs."""
-    size = LEAN_BYTES if spec.lean else TRANSFORMERS_BYTES
-    if sizes and sizes.full:
-        size += HALF_BYTES + _size_bytes(spec.scheme) * sizes.full + LAST_BYTES * sizes.outputs
-    return size
-
-
-def _size_bytes(scheme: Scheme) -> int:
-    if not scheme.updates:
-        return SIZE_BYTES
-    code = max(scheme.method.traits_of(update).code_bytes for update in scheme.updates.values())
-    shares = {(tensor, update.share) for (_, tensor), update in scheme.updates.items()}
-    further = len(shares) - len({tensor for tensor, _ in shares})
-    partial = CHANNELS_BYTES + int(SHARE_BYTES * further) if any(share < 1 for _, share in shares) else 0
-    return SIZE_BYTES + code + partial
+def _libraries(spec: RunSpec) -> int:
+    return LEAN_BYTES if spec.lean else TRANSFORMERS_BYTES
 
 
 def _data(load: Workload, texts: bool) -> int:
@@ -177,18 +164,34 @@ def _tables(spec: RunSpec, release: bool) -> int:
     return shape.head_bytes + min(shape.embedding_bytes, spec.load.unique_tokens * FAULT_BYTES)
 
 
-def _scratch(shape: Shape, engine: EngineSpec, fp32: bool = False) -> int:
-    """Buffers for one unpacked weight; they grow to the largest request, and are not freed."""
+def _scratch(spec: RunSpec, tokens: int, back: bool = False, fp32: bool = False) -> int:
+    """Buffers that products pack their operands into; they grow to the largest request, and are not freed.
+
+    tokens: of a pass, where inputs are packed as well."""
+    shape, engine = spec.shape, spec.engine
     head, largest = 4 * min(HEAD_ROWS, shape.vocabulary) * shape.width, max(r * c for _, r, c in shape.linears())
-    if shape.dense:
-        return head
-    bf16 = engine.half and not fp32
-    size = max(head, (2 if bf16 and shape.mapped else 4) * largest)
-    if bf16 and not shape.mapped:  # then cast to bf16
-        size += 2 * largest
-    if shape.mapped:  # packed rows, reordered
-        size += max((shape.packed_bytes(0, tensor) for tensor in shape.arch.interleaved), default=0)
+    widest = max(shape.ffn, shape.query, shape.width)
+    if not engine.kernels:
+        size = head if shape.dense else max(head, 4 * largest)
+        if shape.mapped and not shape.dense:  # packed rows, reordered
+            size += max((shape.packed_bytes(0, tensor) for tensor in shape.arch.interleaved), default=0)
+        return size
+    value_bytes = 2 if engine.half and not fp32 else 4
+    size = max(head, value_bytes * largest)
+    if engine.products == "int8" and not fp32:  # with scales
+        size = max(size, int(INT8_BYTES * (largest + tokens * widest)))
+    if back and any(spec.scheme.method.traits_of(update).dense for update in spec.scheme.updates.values()):
+        inputs = value_bytes * tokens * (widest + (shape.ffn if engine.half else 0))  # of a weight's gradient
+        size = max(size, inputs)
+    if not shape.mapped or any(map(_unpacks, spec.scheme.updates.values(), repeat(spec.scheme.method))):
+        size += value_bytes * largest  # dense, before it is packed
     return size
+
+
+def _unpacks(update: Update, method: methods.Method) -> bool:
+    """Products read a dense copy of the weight: some of its channels are trained, or it is int8."""
+    traits = method.traits_of(update)
+    return (update.share < 1 and not update.rank) or (traits.replaces_base and not traits.dense)
 
 
 def _forward(shape: Shape, tokens: int) -> int:
@@ -201,12 +204,12 @@ def _trunk(spec: RunSpec) -> dict[str, float]:
     tokens = max((p.tokens for p in spec.load.trunk(how.micro_batch_tokens)), default=spec.load.longest)
     running = range(1) if how.trunk_order == "blocks" else range(scheme.cut)
     return {
-        "libraries": _libraries(spec),  # its GEMMs are float32
+        "libraries": _libraries(spec),
         "packed frozen weights": _weights(spec, running, how.spare_memory),
         "trained weights": spec.weight_bytes + average_bytes(spec.recipe, shape, scheme),
         "saved activations": _forward(shape, tokens),
         "boundary states": tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
-        "unpack scratch": _scratch(shape, spec.engine),
+        "unpack scratch": _scratch(spec, tokens),
         "data": _data(spec.load, texts=False),
     }
 
@@ -219,11 +222,8 @@ def _train(spec: RunSpec) -> dict[str, float]:
     rows = LOGITS_BYTES // (4 * shape.vocabulary) or 1
     # a step in place holds one gradient at a time, unless gradients accumulate over micro-batches
     alone = how.step_in_place and all(len(step) <= 1 for step in load.passes(how.micro_batch_tokens))
-    scratch = _scratch(shape, spec.engine)
-    if spec.engine.half:  # bf16 copies of a trained weight and of a gradient
-        scratch += 2 * 2 * max(tensors)
     return {
-        "libraries": _libraries(spec, load.sizes(how.micro_batch_tokens) if spec.engine.half else None),
+        "libraries": _libraries(spec),
         "packed frozen weights": _weights(spec, range(scheme.cut, shape.depth), how.spare_memory),
         "trained weights": spec.weight_bytes + average_bytes(spec.recipe, shape, scheme),
         "gradients": 4 * (max(tensors) if alone else active),
@@ -231,7 +231,7 @@ def _train(spec: RunSpec) -> dict[str, float]:
         "saved activations": _activations(spec, widest),
         "boundary states": widest.tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
         "logits chunk": 4 * shape.vocabulary * min(rows, widest.targets) + 3 * 4 * widest.targets * shape.width,
-        "unpack scratch": scratch,
+        "unpack scratch": _scratch(spec, widest.tokens, back=True),
         "data": _data(load, texts=False),
     }
 
@@ -263,7 +263,7 @@ def _export(spec: RunSpec, budget_bytes: int) -> dict[str, float]:
         "trained weights": spec.weight_bytes,
         "saved activations": max(_forward(shape, tokens), _llama(shape, load.longest + 1, 0, budget_bytes)),
         "logits chunk": 2 * 4 * rows * shape.vocabulary + 3 * 8 * 4 * shape.vocabulary,
-        "unpack scratch": _scratch(shape, spec.engine, fp32=True),
+        "unpack scratch": _scratch(spec, tokens, fp32=True),
         "data": _data(load, texts=True) + min(limits.SPOOL_BYTES, spec.exported_bytes),
         EVICTABLE: spec.exported_bytes,
     }

@@ -9,25 +9,16 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
 from edgeft.config import Recipe
 from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
-from edgeft.engine.limits import padded
 from edgeft.plan.flops import WITHOUT_GRADIENT, Pass, Schedule, choosing_rows
 from edgeft.plan.limits import VERIFY_ROWS
 
 SAMPLE_ROWS = 1024  # counted; counting all rows would make planning slow
-
-
-class PassSizes(NamedTuple):
-    """Number of distinct sizes of passes, padded as in the kernels."""
-
-    full: int = 0
-    outputs: int = 0  # further sizes, of the last block only
 
 
 def total(passes: Sequence[Pass]) -> Pass:
@@ -73,7 +64,7 @@ class Workload:
 
     def _forget(self) -> None:
         self.passes, self.validation, self.trunk = cache(self._passes), cache(self._validation), cache(self._trunk)
-        self.widest, self.sizes = cache(self._widest), cache(self._sizes)
+        self.widest = cache(self._widest)
 
     def with_gradients(self, tokens: int) -> Workload:
         """The same rows; tokens: `update.tokens`."""
@@ -111,13 +102,6 @@ class Workload:
     def _trunk(self, micro_batch: int) -> list[Pass]:
         size = WITHOUT_GRADIENT * micro_batch
         return [self._pass(part) for part in self.forest.micro_batches(self.forest.order, size)]
-
-    def _sizes(self, micro_batch: int) -> PassSizes:
-        trained, held = [p for step in self.passes(micro_batch) for p in step], self.validation(micro_batch)
-        passes = [*trained, *held]
-        counts = [p.tokens for p in held] + [n for p in trained for n in (p.live, p.tokens - p.live) if n]
-        full = set(map(padded, counts))
-        return PassSizes(len(full), len({padded(p.outputs) for p in passes} - full))
 
     def truncated(self, max_tokens: int) -> Workload:
         """With this data.max_tokens; trained tokens are at the end of a row."""

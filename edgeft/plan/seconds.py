@@ -31,12 +31,12 @@ BLOCK_VALUES = 12  # … value of a block's width, forward and backward: norms, 
 WEIGHT_BYTES = 4.6  # … packed weight unpacked to float32; 2.6 to bf16
 FETCH_BYTES = 2.0  # … packed weight in addition, where its pages were released: page faults
 ADAM_BYTES = {"fp32": 32, "bf16": 32, "8bit": 32}  # … trained parameter and step: gradient, moments, weight, rounding
-CAST_BYTES = 22  # … trained parameter and pass with bf16 GEMMs: the weight twice, and its gradient
 
 # For a machine that was not measured: memory bandwidth is assumed proportional to its FLOP/s.
 COPY_PER_FLOP = 0.1  # bytes
 WRITE_BYTES = 150e6  # per second, to an SD card or a slow disk, whose rate is steady
-HALF_GAIN = 2.0  # speedup of bf16 GEMMs, where the processor has instructions for them
+HALF_GAIN = 2.0  # speedup of bf16 GEMMs, where the processor has instructions for them,
+INT8_GAIN = 2.0  # and of int8 ones; a third of float32's instructions on a Cortex-A76
 
 START_S = {"prepare": 0.6, "lean": 2.8, "transformers": 8.0, "eval": 1.0}  # startup time of a stage
 ROW_S = 0.0012  # tokenization of a row
@@ -53,6 +53,7 @@ class Rates:
 
     fp32: float  # FLOPs of a float32 GEMM
     bf16: float
+    int8: float  # of frozen weights, with conversions
     copy: float  # bytes moved in memory, by all threads
     write: float  # bytes to the disk, as measured by doctor
     source: str  # how they were obtained
@@ -69,7 +70,8 @@ def of_profile(profile: Device) -> Rates | None:
     if not profile.gemm_gflops:
         return None
     fp32 = profile.gemm_gflops * 1e9
-    return Rates(fp32, 0.0, COPY_PER_FLOP * fp32, WRITE_BYTES, f"the profile `{profile.name}`, not measured")
+    int8 = INT8_GAIN * fp32 if profile.products == "int8" else 0.0
+    return Rates(fp32, 0.0, int8, COPY_PER_FLOP * fp32, WRITE_BYTES, f"the profile `{profile.name}`, not measured")
 
 
 def of_this_machine(threads: int) -> Rates:
@@ -79,11 +81,13 @@ def of_this_machine(threads: int) -> Rates:
     moved = known.get(device.bytes_key(cpu, count), {})
     write = moved["write"] * 1e9 if "write" in moved else WRITE_BYTES
     if key in known and "fp32" in known[key]:
-        fp32, bf16 = (known[key].get(name, 0.0) * 1e9 for name in ("fp32", "bf16"))
-        return Rates(fp32, bf16, moved.get("copy", COPY_PER_FLOP * fp32 / 1e9) * 1e9, write, "measured by doctor")
+        fp32, bf16, int8 = (known[key].get(name, 0.0) * 1e9 for name in ("fp32", "bf16", "int8"))
+        return Rates(fp32, bf16, int8, moved.get("copy", COPY_PER_FLOP * fp32 / 1e9) * 1e9, write, "measured by doctor")
     fp32 = compiled.trial_flops_per_s()
     bf16 = HALF_GAIN * fp32 if compiled.multiplies_bf16() else 0.0
-    return Rates(fp32, bf16, COPY_PER_FLOP * fp32, write, "a short benchmark; `edgeft doctor` measures more exactly")
+    int8 = INT8_GAIN * fp32 if compiled.multiplies_int8() else 0.0
+    source = "a short benchmark; `edgeft doctor` measures more exactly"
+    return Rates(fp32, bf16, int8, COPY_PER_FLOP * fp32, write, source)
 
 
 class Clock:
@@ -101,9 +105,12 @@ class Clock:
         self.parts[what] = self.parts.get(what, 0.0) + seconds
         return seconds
 
-    def _products(self, flops: float, half: bool) -> float:
-        rates = self.rates
-        rate = HALF_PRODUCTS * rates.bf16 if half and rates.bf16 else PRODUCTS * rates.fp32
+    def _products(self, flops: float, frozen: float = 0.0) -> float:
+        """frozen: the share of forward products with frozen weights, in FLOPs."""
+        rates, products = self.rates, self.spec.engine.products
+        if products == "int8" and rates.int8:
+            return (flops - frozen) / (PRODUCTS * rates.fp32) + frozen / (PRODUCTS * rates.int8)
+        rate = HALF_PRODUCTS * rates.bf16 if products == "bf16" and rates.bf16 else PRODUCTS * rates.fp32
         return flops / rate / (1.0 if self.spec.engine.kernels else PLAIN)
 
     def _elementwise(self, tokens: int, blocks: int, sweeps: int) -> float:
@@ -131,7 +138,7 @@ class Clock:
         shape, cut = self.shape, self.scheme.cut
         flops = 2.0 * shape.block_parameters * summed.tokens * cut
         half = self.spec.engine.half
-        seconds = self._add("matrix products", self._products(flops, half))
+        seconds = self._add("matrix products", self._products(flops, flops))
         seconds += self._add("attention", 4.0 * shape.query * summed.pairs * cut / (ATTENTION * self.rates.fp32))
         seconds += self._add("norms and gates", self._elementwise(summed.tokens, cut, 1))
         return seconds + self._add("unpacking weights", self._unpack(cut * shape.block_parameters, count, half))
@@ -155,7 +162,9 @@ class Clock:
             kept = sum(rows * cols for name, rows, cols in shape.linears() if name == "down")
         if recompute:
             flops += 2.0 * (shape.block_parameters - kept) * summed.live * (blocks - 1)
-        seconds = self._add("matrix products", self._products(flops, half) + self._products(head, False))
+        frozen = 2.0 * self._frozen * (summed.tokens + (summed.live if recompute else 0))
+        products = self._products(flops, min(flops, frozen)) + head / (PRODUCTS * self.rates.fp32)
+        seconds = self._add("matrix products", products)
         recomputed = 1.0 if recompute else 0.0
         attention += live * (recomputed + (ATTENTION_BACK if back else 0))
         seconds += self._add("attention", attention / (ATTENTION * self.rates.fp32))
@@ -169,8 +178,6 @@ class Clock:
         chunks = sum(-(-p.targets * 4 * shape.vocabulary // LOGITS_BYTES) for p in passes)
         rows = shape.vocabulary * shape.width * chunks * (1 + back)  # the head is unpacked for every chunk of logits
         seconds += self._add("unpacking weights", rows * WEIGHT_BYTES / self.rates.copy)
-        if half and back and any(self.scheme.method.traits_of(u).casts for u in self.scheme.updates.values()):
-            seconds += self._add("optimiser", count * self.trained * CAST_BYTES / self.rates.copy)
         return seconds
 
     def stages(self) -> dict[str, float]:
@@ -205,7 +212,7 @@ class Clock:
         if not search_pays(*tokens, Schedule(load.train_rows, self.recipe.train).passes):
             return 0.0
         flops = 2.0 * shape.weights * search_tokens(*tokens)
-        return start + self._add("matrix products", self._products(flops, self.spec.engine.half))
+        return start + self._add("matrix products", self._products(flops))
 
     def _train_stage(self) -> float:
         load, recipe = self.load, self.recipe

@@ -31,7 +31,7 @@ class Allowance:
 @dataclass(frozen=True)
 class EngineChoice:
     kernels: bool  # False: plain torch
-    half: bool  # bf16 GEMMs
+    products: str  # operands of GEMMs: fp32, bf16 or int8
     why: str = ""
 
 
@@ -51,9 +51,10 @@ class Resolved:
     def read(path: Path) -> Resolved:
         try:
             values = _require(Resolved, read_json(path), "the record")
+            _of_half(values["engine"])
             _require(EngineChoice, values["engine"], "`engine`")
             asked, recipe = (config.build(Recipe, values.pop(key), recorded=True) for key in ("asked", "recipe"))
-            empty = Resolved(asked, recipe, "", 0, EngineChoice(kernels=False, half=False), "", "")
+            empty = Resolved(asked, recipe, "", 0, EngineChoice(kernels=False, products="fp32"), "", "")
             return typing.cast(Resolved, config.build(Resolved, values, base=empty))
         except ConfigError as error:
             hint = "start another run: the settings of this one are lost"
@@ -70,11 +71,20 @@ def _require(cls: type[Any], values: Any, name: str) -> dict[str, Any]:
     return values
 
 
+def _of_half(engine: Any) -> None:
+    """Earlier versions recorded only whether products were in bf16."""
+    if isinstance(engine, dict) and "products" not in engine and isinstance(engine.get("half", False), bool):
+        engine["products"] = "bf16" if engine.pop("half", False) else "fp32"
+
+
 def read_engine(path: Path) -> EngineChoice | None:
     """`engine.json`, as in the cache of the search."""
     values = read_json(path) or {}
-    kernels, half = values.get("kernels"), values.get("half", False)
-    return EngineChoice(kernels, half, BEFORE) if isinstance(kernels, bool) and isinstance(half, bool) else None
+    _of_half(values)
+    kernels, products = values.get("kernels"), values.get("products")
+    if not isinstance(kernels, bool) or products not in ("fp32", "bf16", "int8"):
+        return None
+    return EngineChoice(kernels, products, BEFORE)
 
 
 def of_earlier_version(folder: Path, recipe: Recipe) -> Resolved | None:
@@ -82,12 +92,12 @@ def of_earlier_version(folder: Path, recipe: Recipe) -> Resolved | None:
     engine = read_engine(folder / "engine.json")
     if engine is None and not (folder / "best.safetensors").is_file():
         return None
-    engine = engine or EngineChoice(kernels=False, half=False, why=BEFORE)
+    engine = engine or EngineChoice(kernels=False, products="fp32", why=BEFORE)
     planned, search = read_json(folder / "plan.json") or {}, read_json(folder / "search.json") or {}
     how = recipe.how
     with suppress(ConfigError):  # a plan of another form
         how = config.build(ExecutionConfig, planned.get("how") or {}, "how", how, recorded=True)
-    compiled, products = "on" if engine.kernels else "off", "bf16" if engine.half else "fp32"
+    compiled, products = "on" if engine.kernels else "off", engine.products
     effective = replace(recipe, how=replace(how, compile=compiled, products=products))
     budget = planned.get("budget_bytes")
     known = budget if isinstance(budget, int) else 0

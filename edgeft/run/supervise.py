@@ -60,7 +60,7 @@ class StageRunner:
             system.request_stop(self.child, signal.SIGTERM if self.stop_requests == 1 else number)
 
     def _suspend(self, number: int, frame: Any) -> None:
-        """Ctrl-Z does not reach the stage, which is in a session of its own."""
+        """Ctrl-Z does not reach the stage, which is in a process group of its own."""
         system.suspend_with(self.child)
 
     def do(self, name: str) -> int:

@@ -164,7 +164,7 @@ class Inputs:
 
 def run_block(stack: Stack, hidden: Tensor, batch: Batch, block: int) -> Tensor:
     """One block: (T, d) → (T, d)."""
-    return stack.run(hidden, batch, range(block, block + 1), stack.options.bf16)
+    return stack.run(hidden, batch, range(block, block + 1))
 
 
 @contextmanager

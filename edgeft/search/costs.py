@@ -37,7 +37,7 @@ class Costs:
         8-bit moments are used only if requested: a step with them is off by some 10 %.
         """
         requested, load = self.job.recipe.how, self.job.load
-        rest = operator.attrgetter("trunk_order", "spare_memory", "products")
+        rest = operator.attrgetter("trunk_order", "spare_memory")
         distinct: dict[tuple[object, ...], ExecutionConfig] = {}
         for how in fit.execution_options(self.job):
             if rest(how) == rest(requested) and how.optimizer_state in (requested.optimizer_state, "fp32", "bf16"):

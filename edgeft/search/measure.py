@@ -77,14 +77,14 @@ class Measurements:
 
         self.recipe, self.source, self.shape, self.sample = recipe, source, shape, sample
         self.entry, self.progress = entry, progress
-        self.threads = build.use_threads(recipe.how.threads)
+        self.threads = build.compute_threads(recipe.how.threads)
         tokens = sample.tokens(sample.all_parts())
         flops = 8.0 * shape.weights * tokens  # forward, recomputed, and two GEMMs backward
         note = entry.path / "engine.json"  # that cached contributions were computed with
         self.engine = choose.choose(recipe, shape.head, shape.gate, flops, progress, read_engine(note))
-        write_json(note, {"kernels": self.engine.compiled, "half": self.engine.bf16})
+        write_json(note, {"kernels": self.engine.compiled, "products": self.engine.products})
         rates = doctor.gemm_rates(threads=self.threads)  # cached: the next plan is the same
-        self.rate = 1e9 * USED_RATE * rates["bf16" if self.engine.bf16 else "fp32"]
+        self.rate = 1e9 * USED_RATE * rates["bf16" if self.engine.products == "bf16" else "fp32"]
         self.inputs = Inputs(entry.path, sample, shape.depth, shape.width)
         self._stack: Any = None
 
@@ -93,7 +93,7 @@ class Measurements:
         load, engine = Workload(train, heldout, self.recipe), None
         if profile is None:
             machine = Machine.here(self.threads)
-            engine = EngineSpec(self.engine.compiled, self.engine.bf16, self.threads)
+            engine = EngineSpec(self.engine.compiled, self.engine.products, self.threads)
         else:
             machine = Machine.of(profile, self.recipe.how.threads)
             if not machine.timed:
@@ -103,13 +103,12 @@ class Measurements:
     def stack(self) -> Any:
         """The warmed-up model; the sample's block inputs are written to files."""
         if self._stack is None:
-            from edgeft.engine.limits import padded
             from edgeft.search.contribution import warm_up
             from edgeft.train import build
 
             self._stack = build.load_stack(self.recipe, self.engine)
             pool = self.engine.backend.memory.pool
-            pool.resize(padded(max(len(self.sample.forest.nodes(part)) for part in self.sample.all_parts())))
+            pool.resize(max(len(self.sample.forest.nodes(part)) for part in self.sample.all_parts()))
             self.progress.stage("warm-up", WARM_STEPS)
             warm_up(self._stack, self.sample, self.recipe.train, self.recipe.how, lambda: self.progress.advance(1))
             self.progress.stage("forward", len(self.sample.all_parts()))

@@ -19,14 +19,10 @@ if TYPE_CHECKING:
     from edgeft.methods.scheme import Scheme
 
 
-def use_threads(count: int) -> int:
-    """Sets torch's threads to `count` (0: all cores), at most the cores of this machine; a profile may name more."""
-    import torch
-
+def compute_threads(count: int) -> int:
+    """`how.threads` (0: all cores), at most the cores of this machine; a profile may name more."""
     cores = device.cores()
-    threads = min(count or cores, cores)
-    torch.set_num_threads(threads)
-    return threads
+    return min(count or cores, cores)
 
 
 def load_stack(recipe: Recipe, engine: Engine | None = None) -> Stack:
@@ -36,10 +32,10 @@ def load_stack(recipe: Recipe, engine: Engine | None = None) -> Stack:
 
     backend = engine.backend if engine else TORCH
     backend.memory.set_release(recipe.how.spare_memory)
-    use_threads(recipe.how.threads)
+    backend.use_threads(compute_threads(recipe.how.threads))
     skeleton = backend.runs_blocks and not methods.get(recipe.update.method).uses_peft
     stack = load(model_source(recipe.model.path), recipe.model.frozen, skeleton)
-    stack.configure(backend=backend, bf16=engine is not None and engine.bf16)
+    stack.configure(backend=backend, products=engine.products if engine else "fp32")
     return stack
 
 

@@ -22,7 +22,6 @@ from torch import nn
 
 from edgeft.data.forest import Forest, epoch_order
 from edgeft.data.tokens import Encoded
-from edgeft.engine.limits import padded
 from edgeft.engine.optimizer import is_bias_or_norm
 from edgeft.engine.stack import Batch, Stack, batch_of
 from edgeft.errors import DamagedError, DoesNotFitError, EdgeftError, RunError, StoppedError
@@ -93,8 +92,8 @@ class Trainer:
         longest = max(map(len, self.forest.paths))
         # no reference to self: a cycle would keep an unused trainer alive, and with it the lock of its run
         process, pool = self.process, self.memory.pool
-        rss, resize = lambda: int(process.memory_info().rss), lambda tokens: pool.resize(padded(tokens))
-        self.watch = Watch(run, progress, longest, rss, resize)
+        rss = lambda: int(process.memory_info().rss)  # noqa: E731
+        self.watch = Watch(run, progress, longest, rss, pool.resize)
         self.remaining = Remaining(run.read_json(run.plan) or {}, self.schedule.steps)
 
     @property
@@ -190,7 +189,8 @@ class Trainer:
         return total / self.forest.trained(self.heldout)
 
     def trunk_job(self, model_id: str) -> trunk.Job:
-        computed_by = self.backend.name + (" bf16" if self.stack.options.bf16 else "")
+        products = self.stack.options.products
+        computed_by = self.backend.name + ("" if products == "fp32" else f" {products}")
         return trunk.Job(self.stack, self.forest, self.scheme.cut, self.recipe, model_id, computed_by)
 
     def fit(self, job: trunk.Job) -> None:
@@ -213,7 +213,7 @@ class Trainer:
 
     def _fit(self, stopping: Callable[[], bool]) -> None:
         validate_after = self.schedule.validate_after()
-        self.memory.pool.resize(padded(max(self.watch.tokens, max(map(len, self.forest.paths)))))
+        self.memory.pool.resize(max(self.watch.tokens, max(map(len, self.forest.paths))))
         self.progress.stage("train", self.schedule.steps)
         self.progress.advance(self.step)
         if self.step == 0:
@@ -235,7 +235,8 @@ class Trainer:
         checkpoint.delete(self.run.best)  # of an attempt whose checkpoints are lost
         self._choose_channels()
         begin = self.governor.worked_s()
-        of = f"{len(self.rows)} rows, {len(self.heldout)} held out" + (", bf16" if self.stack.options.bf16 else "")
+        products = self.stack.options.products
+        of = f"{len(self.rows)} rows, {len(self.heldout)} held out" + ("" if products == "fp32" else f", {products}")
         of += self.scheme.method.base_note
         self.base_loss = self.trunk.cached_value("base_loss", of, self.heldout_loss)
         self.run.log(events.ValidationEvent(0, self.base_loss, round(self.governor.worked_s() - begin, 3)))

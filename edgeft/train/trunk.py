@@ -394,7 +394,7 @@ class _Writer:
             nodes, batch = batch_of(self.forest, parts[number])
             with torch.no_grad():
                 hidden = self.stack.embed(batch.tokens) if block == 0 else exact.decode(source.read(places))
-                hidden = self.stack.run(hidden, batch, range(block, block + 1), self.stack.options.bf16)
+                hidden = self.stack.run(hidden, batch, range(block, block + 1))
             if block == self.cut - 1:
                 self._write(states, nodes, hidden)
             else:

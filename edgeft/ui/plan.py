@@ -83,7 +83,7 @@ def lines(plan: dict[str, Any]) -> list[str]:
     execution += ["bf16 weights, stochastically rounded"] if how["weights"] == "bf16" else []
     execution += ["each tensor updated as soon as its gradient is complete"] if how["step_in_place"] else []
     engine = "kernels" if plan["engine"]["kernels"] else "plain torch"
-    engine += ", bf16 GEMMs" if plan["engine"]["half"] else ""
+    engine += "" if plan["engine"]["products"] == "fp32" else f", {plan['engine']['products']} GEMMs"
     largest = sorted(plan["terms"].items(), key=lambda item: -item[1])[:3]
     terms = ", ".join(f"{name} {format_size(bytes_)}" for name, bytes_ in largest)
     sampled = ", estimated from the first rows" if rows["sampled"] else ""

@@ -201,7 +201,7 @@ class Bench:
             raise BenchError("edgeft trained on other tokens than its peers: leave `data.…` out of --set")
         scheme = next((e for e in common.read_events(folder) if e["event"] == "scheme"), {})
         engine = json.loads((folder / "resolved.json").read_text())["engine"]
-        result["products"] = "bf16" if engine["half"] else "fp32"
+        result["products"] = engine["products"]
         result["settings"] = {"recipe": args.recipe, "set": args.set, "memory": args.memory, "cut": scheme.get("cut")}
         if args.answers:
             run_quietly("edgeft's export", edgeft("--resume", "--out", str(folder), "--until", "export"))

@@ -164,7 +164,7 @@ def _record_file() -> bytes:
     from edgeft.config import Recipe
     from edgeft.run.record import EngineChoice, Resolved
 
-    engine = EngineChoice(kernels=True, half=False, why="compiled before")
+    engine = EngineChoice(kernels=True, products="fp32", why="compiled before")
     reasons = ("the fastest that fits in 2 GiB", "found by the search")
     changed, search = ["update.rank 16 → 8"], {"trained_parameters": 3_000_000, "cut": 9, "gain_share": 0.9}
     record = Resolved(Recipe(), Recipe(), "rpi5", 2 << 30, engine, *reasons, changed, search)

@@ -112,5 +112,5 @@ def read_record(path: Path) -> None:
     "".join([resolved.device, resolved.execution_why, resolved.update_why, engine.why, *resolved.changed])
     config.format_size(resolved.budget_bytes)
     search_figures(resolved.search)
-    if not isinstance(engine.kernels, bool) or not isinstance(engine.half, bool):
+    if not isinstance(engine.kernels, bool) or engine.products not in ("fp32", "bf16", "int8"):
         raise TypeError(f"the engine is {engine}")
