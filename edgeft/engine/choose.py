@@ -49,7 +49,7 @@ def choose(
             raise EdgeftError("edgeft's kernels cannot run this model's heads", "--set how.compile=off")
         backend, reason = TORCH, f"edgeft's kernels cannot run this model's heads: {SLOWER}"
         progress.line(reason)
-    products = before.products if before else _products(recipe.how.products, backend is not TORCH)
+    products = before.products if before else _products(recipe.how.products, backend is not TORCH, recipe.how.threads)
     return Engine(backend, products, reason)
 
 
@@ -59,13 +59,13 @@ def recalled(run: Run) -> Engine | None:
     return Engine(kernels.load()) if before and before.engine.kernels and compiled.is_built() else None
 
 
-def _products(wanted: str, by_kernels: bool) -> str:
+def _products(wanted: str, by_kernels: bool, threads: int) -> str:
     if wanted in ("bf16", "int8") and not by_kernels:
         raise ConfigError(
             f"`how.products: {wanted}` needs edgeft's kernels", "--set how.compile=on, or how.products=fp32"
         )
     if wanted == "auto":
-        wanted = compiled.fastest_products() if by_kernels else "fp32"
+        wanted = compiled.fastest_products(threads) if by_kernels else "fp32"
     if wanted == "int8" and not compiled.multiplies_int8():
         raise ConfigError(
             "`how.products: int8`: this processor has no dot products of bytes", "--set how.products=fp32"

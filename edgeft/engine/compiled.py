@@ -16,13 +16,17 @@ from pathlib import Path
 import numpy as np
 
 from edgeft.errors import EdgeftError
-from edgeft.host import cache
+from edgeft.host import cache, device
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADERS = tuple(SOURCE.with_name(f"{name}.h") for name in ("products", "threads", "unpack", "vectors"))
 FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp-simd", "-shared", "-fPIC", "-pthread"
 )  # fmt: skip
+PRODUCTS, FORWARD = ("fp32", "bf16", "int8"), "forward"
+TRIAL_TYPES, TRIAL_SHAPES = ("q4_0", "q4_k", "q8_0"), (768, 2048)  # what `engine/trial.py` measures
+TRIALS = [(name, width) for name in TRIAL_TYPES for width in TRIAL_SHAPES]
+GAIN = {"fp32": 1.0, "bf16": 1.05, "int8": 1.1}  # that operands with fewer bits must bring
 SAVED_SHARE = 0.4  # of the time of plain torch, by `scripts/bench/ablate.py`
 COMPILE_S = 10.0  # on a slow board; 2 to 3 on a laptop
 HINT = "install g++ or clang++, or go without the kernels: --set how.compile=off"
@@ -61,9 +65,37 @@ def multiplies_int8() -> bool:
     return not {"avx512_vnni", "avx_vnni", "asimddp"}.isdisjoint(_flags())
 
 
-def fastest_products() -> str:
-    """Operands of products on this processor, in forward and backward pass together."""
-    return "bf16" if multiplies_bf16() else "int8" if multiplies_int8() else "fp32"
+def trial_name(products: str, what: str, type_name: str, width: int) -> str:
+    """Of a measured product; what: its direction, or `error`."""
+    return f"{products} {what} {type_name} {width}x{width}"
+
+
+def mean_rates(trials: dict[str, float]) -> dict[str, float]:
+    """GFLOPS by operands, over all measured products with them; {} where none were measured."""
+    rates: dict[str, list[float]] = {}
+    for name, value in trials.items():
+        products, what, *_ = name.split()
+        if what != "error":
+            rates.setdefault(products, []).append(value)
+    return {products: len(values) / sum(1 / value for value in values) for products, values in rates.items()}
+
+
+def fastest_products(threads: int = 0) -> str:
+    """Operands of products in training on this machine: as `edgeft doctor` measured, else by the processor's
+    instructions. Two products forward, the trunk's among them, stand beside one backward, which int8 leaves in fp32."""
+    able = {"fp32": True, "bf16": multiplies_bf16(), "int8": multiplies_int8()}
+    count = min(threads or device.cores(), device.cores())
+    trials = device.read_gemm_cache().get(device.products_key(device.cpu_name(), count), {})
+
+    def seconds(products: str) -> float:
+        back = "fp32" if products == "int8" else products
+        forward = sum(1 / trials[trial_name(products, FORWARD, *of)] for of in TRIALS)
+        return GAIN[products] * (2 * forward + sum(1 / trials[trial_name(back, "backward", *of)] for of in TRIALS))
+
+    try:
+        return min(filter(able.__getitem__, PRODUCTS), key=seconds)
+    except KeyError:  # not measured, or by another version
+        return "bf16" if able["bf16"] else "int8" if able["int8"] else "fp32"
 
 
 def library_file() -> Path:

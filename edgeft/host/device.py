@@ -254,6 +254,11 @@ def bytes_key(cpu: str, threads: int) -> str:
     return f"{gemm_key(cpu, threads)} | bytes"
 
 
+def products_key(cpu: str, threads: int) -> str:
+    """The key of the rates and errors of the kernels' products."""
+    return f"{cpu} | kernels | {threads} threads"
+
+
 def read_gemm_cache() -> dict[str, dict[str, float]]:
     """Key → dtype → GFLOPS, and by `bytes_key` GB/s. Damaged entries are left out and measured again."""
     path = gemm_cache()

@@ -114,12 +114,12 @@ def measure_gemm(threads: int) -> dict[str, float]:
 
 def gemm_rates(refresh: bool = False, threads: int | None = None) -> dict[str, float]:
     """GFLOPS by dtype (fp32, bf16, fp16, int8), measured once (about 1.5 s), then read from the user's cache file."""
-    return _measured_once(device.gemm_key, measure_gemm, refresh, threads)
+    return measured_once(device.gemm_key, measure_gemm, refresh, threads)
 
 
 def byte_rates(refresh: bool = False, threads: int | None = None) -> dict[str, float]:
     """GB/s copied in memory (`copy`) and written to the cache folder's disk (`write`); measured once, in 1 to 2 s."""
-    return _measured_once(device.bytes_key, lambda n: {"copy": _copy_rate(n), **_write_rate()}, refresh, threads)
+    return measured_once(device.bytes_key, lambda n: {"copy": _copy_rate(n), **_write_rate()}, refresh, threads)
 
 
 def _copy_rate(threads: int) -> float:
@@ -163,9 +163,10 @@ def _write_rate() -> dict[str, float]:
             place.unlink(missing_ok=True)
 
 
-def _measured_once(
+def measured_once(
     key_of: Callable[[str, int], str], measure: Callable[[int], dict[str, float]], refresh: bool, threads: int | None
 ) -> dict[str, float]:
+    """What `measure` gives for this processor and so many threads, from the user's cache file if it is there."""
     count, path, known = threads or device.cores(), device.gemm_cache(), device.read_gemm_cache()
     key = key_of(device.cpu_name(), count)
     if refresh or key not in known:

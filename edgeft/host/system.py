@@ -125,8 +125,8 @@ def advise(mapped: mmap.mmap, advice: str, start: int, length: int) -> None:
 def child_options(handles: Sequence[int] = (), before: Callable[[], None] | None = None) -> dict[str, Any]:
     """For Popen: a process group of its own, so that Ctrl-C in the terminal reaches this process alone.
 
-    Not a session: Linux weighs sessions against each other before it looks at niceness (autogroup), and a program of the
-    lowest priority in another one would take half of a core or more.
+    Not a session: Linux weighs sessions against each other before it looks at niceness (autogroup), so that a program
+    of the lowest priority in another one takes half of the cores.
     handles: from `inheritable`; before: called in the child before it becomes its program, not on Windows.
     """
     if sys.platform == "win32":

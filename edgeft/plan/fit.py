@@ -53,7 +53,7 @@ class Machine:
         """folder: of the run, or where it will be."""
         count = min(threads or device.cores(), device.cores())
         rates, compiler = seconds.of_this_machine(count), compiled.compiler() is not None
-        products, built = compiled.fastest_products(), compiled.is_built()
+        products, built = compiled.fastest_products(count), compiled.is_built()
         return Machine("this machine", rates, True, count, products, built, compiler, disk_size(folder))
 
     @staticmethod

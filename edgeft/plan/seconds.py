@@ -80,8 +80,9 @@ def of_this_machine(threads: int) -> Rates:
     key, known = device.gemm_key(cpu, count), device.read_gemm_cache()
     moved = known.get(device.bytes_key(cpu, count), {})
     write = moved["write"] * 1e9 if "write" in moved else WRITE_BYTES
-    if key in known and "fp32" in known[key]:
-        fp32, bf16, int8 = (known[key].get(name, 0.0) * 1e9 for name in ("fp32", "bf16", "int8"))
+    measured = compiled.mean_rates(known.get(device.products_key(cpu, count), {})) or known.get(key, {})
+    if "fp32" in measured:
+        fp32, bf16, int8 = (measured.get(name, 0.0) * 1e9 for name in ("fp32", "bf16", "int8"))
         return Rates(fp32, bf16, int8, moved.get("copy", COPY_PER_FLOP * fp32 / 1e9) * 1e9, write, "measured by doctor")
     fp32 = compiled.trial_flops_per_s()
     bf16 = HALF_GAIN * fp32 if compiled.multiplies_bf16() else 0.0

@@ -70,8 +70,7 @@ class Measurements:
     def __init__(
         self, recipe: Recipe, source: str, shape: plan.Shape, sample: Sample, entry: cache.Entry, progress: Progress
     ) -> None:
-        from edgeft.engine import choose
-        from edgeft.host import doctor
+        from edgeft.engine import choose, trial
         from edgeft.search.contribution import Inputs
         from edgeft.train import build
 
@@ -83,7 +82,7 @@ class Measurements:
         note = entry.path / "engine.json"  # that cached contributions were computed with
         self.engine = choose.choose(recipe, shape.head, shape.gate, flops, progress, read_engine(note))
         write_json(note, {"kernels": self.engine.compiled, "products": self.engine.products})
-        rates = doctor.gemm_rates(threads=self.threads)  # cached: the next plan is the same
+        rates = trial.gflops(self.threads)  # cached: the next plan is the same
         self.rate = 1e9 * USED_RATE * rates["bf16" if self.engine.products == "bf16" else "fp32"]
         self.inputs = Inputs(entry.path, sample, shape.depth, shape.width)
         self._stack: Any = None

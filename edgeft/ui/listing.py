@@ -128,6 +128,18 @@ def print_data(console: Console, summary: dict[str, Any]) -> None:
         console.print(marked(summary["example"]["pieces"]))
 
 
+def _products(trials: dict[str, float]) -> dict[str, str]:
+    """One line for each type and shape."""
+    lines: dict[str, list[str]] = {}
+    for name, value in trials.items():
+        products, what, type_name, shape = name.split()
+        if what == "error":
+            lines[f"  {type_name} {shape}"][-1] += f" ({100 * value:.1g} %)"
+        else:
+            lines.setdefault(f"  {type_name} {shape}", []).append(f"{products} {what} {value:.0f}")
+    return {name: ", ".join(parts) for name, parts in lines.items()}
+
+
 def print_doctor(console: Console, machine: dict[str, Any]) -> None:
     """`edgeft doctor`."""
     gib = 2**30
@@ -156,6 +168,9 @@ def print_doctor(console: Console, machine: dict[str, Any]) -> None:
         "profile": f"{machine['profile']['name']}: {machine['profile']['reason']}",
     }
     key_values(console, facts)
+    if machine["products"]:
+        console.print("\nproducts of edgeft's kernels with packed weights, GFLOPS (error against fp32):", style="bold")
+        key_values(console, _products(machine["products"]))
     if machine["unavailable"]:
         console.print("\nnot available on this system:", style="bold")
         key_values(console, {f"  {row['what']}": row["why"] for row in machine["unavailable"]})

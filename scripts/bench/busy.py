@@ -62,7 +62,7 @@ def counted(nice: int) -> int:
 
 
 def step_s(folder: Path) -> float:
-    return statistics.median(e["seconds"] for e in common.read_events(folder, "step")[1:])
+    return statistics.median(float(e["seconds"]) for e in common.read_events(folder, "step")[1:])
 
 
 def train(name: str, args: argparse.Namespace, work: Path, number: int) -> float:

@@ -2,17 +2,24 @@
 """The trunk pass beside llama.cpp's prefill: the same file, the same tokens, all blocks of the model.
 
     scripts/bench/prefill.py --model FILE.gguf [--data DIR] [--rows 16] [--tokens 256] [--rounds 3]
+    scripts/bench/prefill.py --model FILE.gguf --products fp32 int8 [--march alderlake]
 
 Rows are cut to the same length and share no prefix, so that both compute every token. The trunk takes 1,024 tokens a
 pass, llama.cpp 512 (its default). They alternate; the best round of each counts. llama.cpp computes logits of the last
 token alone. It loads the file in its own way, with weights repacked where it can.
+
+--products: each of these operands of edgeft's products, instead of this machine's. --march: edgeft's kernels compiled
+for another processor, whose instructions this one must have (alderlake: AVX2, VNNI).
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import common
 import numpy as np
@@ -24,7 +31,7 @@ from edgeft.data import rows as data_rows
 from edgeft.data import tokens
 from edgeft.data.forest import Forest
 from edgeft.data.tokens import Encoded
-from edgeft.engine import choose
+from edgeft.engine import choose, compiled
 from edgeft.engine.stack import batch_of
 from edgeft.formats.source import model_source
 from edgeft.formats.tokenizer import open_tokenizer, quiet_llama
@@ -49,8 +56,17 @@ def token_rows(source: str, data: str | None, count: int, length: int) -> list[E
     return [Encoded(piece, np.arange(length) == length - 1, encoded[0].row) for piece in pieces]
 
 
-def edgeft_pass(source: str, rows: list[Encoded]) -> Callable[[], None]:
-    recipe, shape = apply_sets(Recipe(), [f"model.path={source}", "how.compile=on"]), shape_of(source, "auto")
+def compile_for(march: str, folder: Path) -> None:
+    """A compiler whose last word is -march; its kernels are kept in a cache of their own."""
+    wrapped = folder / "c++"
+    wrapped.write_text(f'#!/bin/sh\nexec {compiled.compiler()} "$@" -march={march}\n')
+    wrapped.chmod(0o755)
+    os.environ.update(CXX=str(wrapped), EDGEFT_CACHE=str(folder / "cache"))
+
+
+def edgeft_pass(source: str, rows: list[Encoded], products: str = "auto") -> Callable[[], None]:
+    sets = [f"model.path={source}", "how.compile=on", f"how.products={products}"]
+    recipe, shape = apply_sets(Recipe(), sets), shape_of(source, "auto")
     stack = load_stack(recipe, choose.choose(recipe, shape.head, shape.gate, 0.0, Progress()))
     forest = Forest(rows)
     batches = [batch_of(forest, part)[1] for part in forest.micro_batches(list(range(len(rows))), PASS_TOKENS)]
@@ -89,10 +105,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--products", nargs="+", choices=("fp32", "bf16", "int8"), default=[])
+    parser.add_argument("--march", help="compile edgeft's kernels for this processor")
     args = parser.parse_args()
+    args.folder = tempfile.TemporaryDirectory()
     source = model_source(args.model)
     rows = token_rows(source, args.data, args.rows, args.tokens)
-    passes = {"edgeft": edgeft_pass(source, rows), "llama.cpp": llama_pass(source, rows)}
+    if args.march:
+        compile_for(args.march, Path(args.folder.name))
+    names = {f"edgeft {products}": products for products in args.products} or {"edgeft": "auto"}
+    passes = {name: edgeft_pass(source, rows, products) for name, products in names.items()}
+    passes["llama.cpp"] = llama_pass(source, rows)
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     with torch.no_grad():
         for _ in range(args.rounds):
@@ -102,9 +125,9 @@ def main() -> None:
                 seconds[name].append(time.monotonic() - began)
     count = args.rows * args.tokens
     best = {name: min(values) for name, values in seconds.items()}
-    table = [(name, f"{best[name]:.2f}", f"{count / best[name]:.1f}") for name in passes]
-    print(common.table(("", "seconds", "tokens/s"), table))
-    print(f"\nedgeft ÷ llama.cpp: {best['edgeft'] / best['llama.cpp']:.2f}")
+    first, last = next(iter(best)), best["llama.cpp"]
+    table = [(n, f"{s:.2f}", f"{count / s:.1f}", f"{s / best[first]:.2f}", f"{s / last:.2f}") for n, s in best.items()]
+    print(common.table(("", "seconds", "tokens/s", f"÷ {first}", "÷ llama.cpp"), table))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ SCHEMES: dict[str, tuple[str, list[str]]] = {
     "rate 1.5e-3": ("sparse-bp", ["train.low_rank_lr=1.5e-3"]),
     "rate 3e-3": ("sparse-bp", ["train.low_rank_lr=3e-3"]),
     "rate 1e-2": ("sparse-bp", ["train.low_rank_lr=1e-2"]),
+    **{f"{products} products": ("sparse-bp", [f"how.products={products}"]) for products in ("fp32", "bf16", "int8")},
     "sparse-rule": ("sparse-rule", []),
     "sparse-search": ("sparse-search", []),
     "qlora": ("qlora", []),
