@@ -12,6 +12,10 @@ static inline float half(const uint8_t *p) {
     memcpy(&h, p, 2);
 #if defined(__F16C__)
     return _cvtsh_ss(h);
+#elif defined(__aarch64__)
+    __fp16 f;
+    memcpy(&f, &h, 2);
+    return f;
 #else
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff, bits;
     float f;
