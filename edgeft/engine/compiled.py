@@ -21,7 +21,7 @@ from edgeft.host import cache, device
 SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADERS = tuple(SOURCE.with_name(f"{name}.h") for name in ("products", "threads", "unpack", "vectors"))
 FLAGS = (
-    "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp-simd", "-shared", "-fPIC", "-pthread"
+    "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp-simd", "-fno-schedule-insns", "-shared", "-fPIC", "-pthread"
 )  # fmt: skip
 PRODUCTS, FORWARD = ("fp32", "bf16", "int8"), "forward"
 TRIAL_TYPES, TRIAL_SHAPES = ("q4_0", "q4_k", "q8_0"), (768, 2048)  # what `engine/trial.py` measures
