@@ -38,11 +38,20 @@ struct Out {  // C = factor * A B + bias, or C += it
 
 enum { DENSE32 = -1, DENSE16 = -2 };
 
-static const long NR = NV * VL;
+// A tile: rows of A, and vectors of B side by side. ARM multiplies by one number of a vector: there four units of a row of A
+// are loaded at once, and take a register of the tile
+#if defined(__aarch64__)
+#define BY_LANE 1
+static const int TILE_ROWS = 8, TILE_VECTORS = 2;
+#else
+#define BY_LANE 0
+static const int TILE_ROWS = MR, TILE_VECTORS = NV;
+#endif
+static const long NR = TILE_VECTORS * VL;
 static const long CHUNK = 256;       // numbers of a row that are unpacked at a time: a multiple of every type's block
 static const long BYTE_GROUP = 32;   // bytes that share a scale
 static const long DEPTH = 256;       // units of a panel that stay in the cache
-static const long MC = 16 * MR;      // rows of C that a thread takes
+static const long MC = 16 * TILE_ROWS;      // rows of C that a thread takes
 
 static inline long units_of(long K, int kind) { return (K + (1 << kind) - 1) >> kind; }
 static inline long lanes_of(long N, long panel) { return padded(std::min(NR, N - panel * NR)); }
@@ -60,6 +69,13 @@ struct Fp32 {
         memcpy(&f, &a, 4);
         return c + load((const float *)b) * f;
     }
+#if BY_LANE
+    template <int LANE>
+    static inline sum add_lane(sum c, ri b, ri a) {
+        asm volatile("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(c) : "w"(b), "w"(a), "i"(LANE));
+        return c;
+    }
+#endif
 };
 
 struct Bf16 {
@@ -76,6 +92,12 @@ struct Bf16 {
         return c + (vf)(two << 16) * low + (vf)(two & 0xffff0000u) * high;
 #endif
     }
+#if BY_LANE
+    template <int LANE>
+    static inline sum add_lane(sum c, ri b, ri a) {
+        return add(c, (const int32_t *)&b, a[LANE]);
+    }
+#endif
 };
 
 // x86 multiplies bytes without a sign by bytes with one: B is moved up by 128 there, and `zero` takes that back
@@ -99,9 +121,6 @@ static inline ri dot_bytes(ri c, const int32_t *b, int32_t a) {
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define DOT_BYTES 1
 #define BYTE_ZERO 0
-static inline ri dot_bytes(ri c, const int32_t *b, int32_t a) {
-    return (ri)vdotq_s32((int32x4_t)c, vld1q_s8((const int8_t *)b), vreinterpretq_s8_s32(vdupq_n_s32(a)));
-}
 #else
 #define DOT_BYTES 0
 #define BYTE_ZERO 0
@@ -113,13 +132,62 @@ static inline ri dot_bytes(ri c, const int32_t *b, int32_t a) {
 }
 #endif
 
-struct Strip {  // M rows of A as units, and for bytes their scales and what the sums of a group begin with
+struct Strip {  // M rows of A as units, and for bytes the scales of each group of a row and what its sums begin with
     const int32_t *data;
     long row, col;
     const float *scale;
     const int32_t *zero;
-    long groups;  // between rows
+    long rows;  // scales of a group lie together, one for each of so many rows
+    const int32_t *row_at(int m) const {
+        const int32_t *at = data + m * row;
+        asm("" : "+r"(at));  // a pointer to each row is kept: a sum each time costs more
+        return at;
+    }
 };
+
+#if BY_LANE
+struct Bytes {
+    typedef ri sum;
+    template <int LANE>
+    static inline sum add_lane(sum c, ri b, ri a) {
+#if DOT_BYTES
+        asm volatile("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(c) : "w"(b), "w"(a), "i"(LANE));
+        return c;
+#else
+        return dot_bytes(c, (const int32_t *)&b, a[LANE]);
+#endif
+    }
+};
+
+// In this order: compilers load all of B first, and then keep sums in memory
+template <typename T, int LANE, int M, int N>
+static inline void add_lane(typename T::sum (&sums)[M][N], const ri (&a)[M], const int32_t *b) {
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n += 2) {
+        ri one, two;
+        if (n + 1 < N) asm volatile("ldp %q0, %q1, %2" : "=w"(one), "=w"(two) : "Ump"(*(const ri *)(b + n * VL)));
+        else asm volatile("ldr %q0, %1" : "=w"(one) : "m"(*(const ri *)(b + n * VL)));
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            sums[m][n] = T::template add_lane<LANE>(sums[m][n], one, a[m]);
+            if (n + 1 < N) sums[m][n + 1] = T::template add_lane<LANE>(sums[m][n + 1], two, a[m]);
+        }
+    }
+}
+
+template <typename T, int M, int N>
+static inline void add_four(typename T::sum (&sums)[M][N], const int32_t *const (&rows)[M], long k, const int32_t *b,
+                            long width) {
+    ri four[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) asm volatile("ldr %q0, %1" : "=w"(four[m]) : "m"(*(const ri *)(rows[m] + k)));
+    b += k * width;
+    add_lane<T, 0, M, N>(sums, four, b);
+    add_lane<T, 1, M, N>(sums, four, b + width);
+    add_lane<T, 2, M, N>(sums, four, b + 2 * width);
+    add_lane<T, 3, M, N>(sums, four, b + 3 * width);
+}
+#endif
 
 // c (M, N vectors) += A B over so many units; b: rows `width` units apart
 template <typename T, int M, int N>
@@ -129,7 +197,16 @@ static inline void tile(long units, const Strip &a, const int32_t *b, const floa
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) sums[m][n] = load(c + m * cm + n * VL);
-    for (long k = 0; k < units; k++) {
+    long k = 0;
+#if BY_LANE
+    if (a.col == 1) {
+        const int32_t *rows[M];
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) rows[m] = a.row_at(m);
+        for (; k + 4 <= units; k += 4) add_four<T, M, N>(sums, rows, k, b, width);
+    }
+#endif
+    for (; k < units; k++) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
@@ -147,12 +224,21 @@ template <int M, int N>
 static inline void byte_tile(long units, const Strip &a, const int32_t *b, const float *scales, long width, float *c,
                              long cm) {
     const long step = BYTE_GROUP / 4;
+#if BY_LANE
+    const int32_t *rows[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) rows[m] = a.row_at(m);
+#endif
     for (long g = 0; g < units / step; g++) {
         ri sums[M][N];
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++) sums[m][n] = (BYTE_ZERO ? a.zero[m * a.groups + g] : 0) - ri{};
+            for (int n = 0; n < N; n++) sums[m][n] = (BYTE_ZERO ? a.zero[g * a.rows + m] : 0) - ri{};
+#if BY_LANE
+        add_four<Bytes, M, N>(sums, rows, g * step, b, width);
+        add_four<Bytes, M, N>(sums, rows, g * step + 4, b, width);
+#else
         for (long k = g * step; k < (g + 1) * step; k++) {
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++)
@@ -160,14 +246,32 @@ static inline void byte_tile(long units, const Strip &a, const int32_t *b, const
                 for (int n = 0; n < N; n++)
                     sums[m][n] = dot_bytes(sums[m][n], b + k * width + n * VL, a.data[m * a.row + k]);
         }
+#endif
+        float *sum = c;
+        const float *row_scales = a.scale + g * a.rows;
+        rf column[N];
+#if BY_LANE
+        asm("" : "+r"(sum));  // else c is kept in registers that there are not, and saved beside them
+        rf some[(M + 3) / 4];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-            const vf scale = load(scales + g * width + n * VL);
+        for (int m = 0; M % 4 == 0 && m < M; m += 4) some[m / 4] = load(row_scales + m);
+#endif
 #pragma GCC unroll 8
-            for (int m = 0; m < M; m++) {
-                float *to = c + m * cm + n * VL;
-                store(to, load(to) + (vf)__builtin_convertvector(sums[m][n], rf) * (scale * a.scale[m * a.groups + g]));
-            }
+        for (int n = 0; n < N; n++) column[n] = load(scales + g * width + n * VL);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            float *to = sum + m * cm;
+#if BY_LANE
+            const float scale = M % 4 == 0 ? some[m / 4][m % 4] : row_scales[m];
+#else
+            const float scale = row_scales[m];
+#endif
+            rf now[N];
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++)
+                now[n] = load(to + n * VL) + __builtin_convertvector(sums[m][n], rf) * (column[n] * scale);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) store(to + n * VL, now[n]);
         }
     }
 }
@@ -181,19 +285,19 @@ static inline void any_tile(long units, const Strip &a, const int32_t *b, const 
 
 template <int KIND, int M>
 static inline void row_of_tiles(long units, const Strip &a, const int32_t *b, const float *scales, long width, float *c) {
-    if (width == NR) return any_tile<KIND, M, NV>(units, a, b, scales, width, c, NR);
+    if (width == NR) return any_tile<KIND, M, TILE_VECTORS>(units, a, b, scales, width, c, NR);
     for (long n = 0; n < width; n += VL) any_tile<KIND, M, 1>(units, a, b + n, scales + n, width, c + n, NR);
 }
 
 template <int KIND>
 static void panel_product(long rows, long units, Strip a, const int32_t *b, const float *scales, long width, float *c) {
     for (long m = 0; m < rows;) {
-        const long left = rows - m, step = left >= MR ? MR : left >= 3 ? 3 : 1;
-        if (step == MR) row_of_tiles<KIND, MR>(units, a, b, scales, width, c);
+        const long left = rows - m, step = left >= TILE_ROWS ? TILE_ROWS : left >= 3 ? 3 : 1;
+        if (step == TILE_ROWS) row_of_tiles<KIND, TILE_ROWS>(units, a, b, scales, width, c);
         else if (step == 3) row_of_tiles<KIND, 3>(units, a, b, scales, width, c);
         else row_of_tiles<KIND, 1>(units, a, b, scales, width, c);
         m += step, c += step * NR;
-        a.data += step * a.row, a.scale += step * a.groups, a.zero += step * a.groups;
+        a.data += step * a.row, a.scale += step, a.zero += step;
     }
 }
 
@@ -235,24 +339,102 @@ static inline void turn(vi *rows) {
     }
 }
 
+// x * factor + zero, rounded to bytes
+static inline void round_to_bytes(const float *x, long count, float factor, int zero, uint8_t *to) {
+    const vf magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number, in the lowest byte
+#if BY_LANE
+    for (long i = 0; i < count; i += 16) {
+        uint32x4_t codes[4];
+        for (int k = 0; k < 4; k++) codes[k] = (uint32x4_t)(load(x + i + 4 * k) * factor + magic);
+        const uint16x8_t one = vuzp1q_u16((uint16x8_t)codes[0], (uint16x8_t)codes[1]);
+        const uint16x8_t two = vuzp1q_u16((uint16x8_t)codes[2], (uint16x8_t)codes[3]);
+        *(vb *)(to + i) = (vb)vuzp1q_u8((uint8x16_t)one, (uint8x16_t)two) + (uint8_t)zero;
+    }
+#else
+    for (long i = 0; i < count; i += VL) {
+        const vi codes = (vi)(load(x + i) * factor + magic) - 0x4b400000 + zero;
+        typedef uint8_t vbytes __attribute__((vector_size(VL), aligned(1), may_alias));
+        *(vbytes *)(to + i) = __builtin_convertvector((vu)codes, vbytes);
+    }
+#endif
+}
+
 // a group's bytes, moved up by `zero`, and its scale
 static inline float to_bytes(const float *x, uint8_t *to, int zero) {
     vf most = vf{};
     for (int i = 0; i < BYTE_GROUP; i += VL) {
-        vf v = load(x + i), up = v < 0 ? -v : v;
+        const vf up = (vf)(*(const vi *)(x + i) & 0x7fffffff);
         most = up > most ? up : most;
     }
     float top = 0;
     for (int i = 0; i < VL; i++) top = std::max(top, most[i]);
-    const float scale = top / 127, inverse = top > 0 ? 127 / top : 0;
-    const vf magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    for (int i = 0; i < BYTE_GROUP; i += VL) {
-        const vf rounded = load(x + i) * inverse + magic;
-        const vi codes = (vi)rounded - 0x4b400000 + zero;
-        typedef uint8_t vbytes __attribute__((vector_size(VL), aligned(1), may_alias));
-        *(vbytes *)(to + i) = __builtin_convertvector((vu)codes, vbytes);
+    round_to_bytes(x, BYTE_GROUP, top > 0 ? 127 / top : 0, zero, to);
+    return top / 127;
+}
+
+static inline vb lookup(vb table, vb places) {  // places below 16
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    return (vb)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)places);
+#elif defined(__SSSE3__)
+    return (vb)_mm_shuffle_epi8((__m128i)table, (__m128i)places);
+#else
+    vb out;
+    for (int i = 0; i < 16; i++) out[i] = table[places[i]];
+    return out;
+#endif
+}
+
+static inline void put_bytes(vb one, vb two, uint8_t *to) {
+    *(vb *)to = one + BYTE_ZERO, *(vb *)(to + 16) = two + BYTE_ZERO;
+}
+
+// 32 numbers scale * q + low of nibbles q as bytes: what each nibble becomes is computed once
+static inline float nibbles_to_bytes(vb one, vb two, float scale, float low, uint8_t *to) {
+    const float top = std::max(std::fabs(low), std::fabs(15 * scale + low));
+    static const float each[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    float values[16];
+    for (int i = 0; i < 16; i += VL) store(values + i, load(each + i) * scale + low);
+    vb table;
+    round_to_bytes(values, 16, top > 0 ? 127 / top : 0, 0, (uint8_t *)&table);
+    put_bytes(lookup(table, one), lookup(table, two), to);
+    return top / 127;
+}
+
+// Numbers of a row of W as bytes and their scales, straight from the types whose groups are that long. False: none of these
+static inline bool read_bytes(const Right &w, long row, long start, long count, uint8_t *to, float *scales) {
+    const uint8_t *in = w.data + (w.order ? w.order[row] : row) * w.row_bytes + start * w.row_bytes / w.cols;
+    const long groups = count / BYTE_GROUP;
+    const vb low = vb{} + 15;
+    switch (w.type) {
+        case 2:  // Q4_0
+            for (long g = 0; g < groups; g++, in += 18, to += BYTE_GROUP) {
+                const vb q = *(const vb *)(in + 2);
+                put_bytes((q & low) - 8, (q >> 4) - 8, to), scales[g] = half(in);
+            }
+            return true;
+        case 3:  // Q4_1
+            for (long g = 0; g < groups; g++, in += 20, to += BYTE_GROUP) {
+                const vb q = *(const vb *)(in + 4);
+                scales[g] = nibbles_to_bytes(q & low, q >> 4, half(in), half(in + 2), to);
+            }
+            return true;
+        case 8:  // Q8_0
+            for (long g = 0; g < groups; g++, in += 34, to += BYTE_GROUP)
+                put_bytes(*(const vb *)(in + 2), *(const vb *)(in + 18), to), scales[g] = half(in);
+            return true;
+        case 12:  // Q4_K
+            for (long g = 0; g < groups; g += 8, in += 144) {
+                const Scales s(in);
+                for (int i = 0; i < 8; i += 2, to += 2 * BYTE_GROUP) {
+                    const vb one = *(const vb *)(in + 16 + 16 * i), two = *(const vb *)(in + 32 + 16 * i);
+                    scales[g + i] = nibbles_to_bytes(one & low, two & low, s.scale[i], s.low[i], to);
+                    scales[g + i + 1] =
+                        nibbles_to_bytes(one >> 4, two >> 4, s.scale[i + 1], s.low[i + 1], to + BYTE_GROUP);
+                }
+            }
+            return true;
     }
-    return scale;
+    return false;
 }
 
 // `count` numbers as units
@@ -272,8 +454,10 @@ static void pack_turned(const Right &w, long N, long K, int kind, long panel, in
     for (long k = 0; k < K; k += CHUNK) {
         const long count = std::min(CHUNK, K - k), some = units_of(count, kind);
         for (long n = 0; n < width; n += VL) {
-            std::fill(units.begin(), units.end(), 0), std::fill(row_scales.begin(), row_scales.end(), 0.0f);
+            if (panel * NR + n + VL > N || count % 4) std::fill(units.begin(), units.end(), 0);
             for (long r = 0; r < VL && panel * NR + n + r < N; r++) {
+                uint8_t *bytes = (uint8_t *)(units.data() + r * CHUNK);
+                if (kind == INT8 && read_bytes(w, panel * NR + n + r, k, count, bytes, row_scales.data() + r * groups)) continue;
                 read(w, panel * NR + n + r, k, count, numbers.data());
                 to_units(numbers.data(), count, kind, units.data() + r * CHUNK, row_scales.data() + r * groups);
             }
@@ -360,17 +544,17 @@ static void convert_bf16(const Left &a, long M, long K, long first, long last, i
         }
 }
 
-static void convert_bytes(const Left &a, long K, long first, long last, uint8_t *to, float *scales, int32_t *zero) {
+static void convert_bytes(const Left &a, long M, long K, long first, long last, uint8_t *to, float *scales, int32_t *zero) {
     const long groups = K / BYTE_GROUP;
     for (long m = first; m < last; m++)
         for (long g = 0; g < groups; g++) {
             float x[BYTE_GROUP];
             read(a, m, g * BYTE_GROUP, BYTE_GROUP, x);
             uint8_t *codes = to + m * K + g * BYTE_GROUP;
-            scales[m * groups + g] = to_bytes(x, codes, 0);
+            scales[g * M + m] = to_bytes(x, codes, 0);
             int32_t total = 0;
-            for (long i = 0; i < BYTE_GROUP; i++) total += (int8_t)codes[i];
-            zero[m * groups + g] = -BYTE_ZERO * total;
+            for (long i = 0; BYTE_ZERO && i < BYTE_GROUP; i++) total += (int8_t)codes[i];
+            zero[g * M + m] = -BYTE_ZERO * total;
         }
 }
 
@@ -406,7 +590,7 @@ static void multiply(const Strip &whole, const int32_t *b, const float *scales, 
             for (long p = first; p < last; p++) {
                 const long width = lanes_of(N, p), g = k * 4 / BYTE_GROUP;
                 Strip a = whole;
-                a.data += m * a.row + k * a.col, a.scale += m * a.groups + g, a.zero += m * a.groups + g;
+                a.data += m * a.row + k * a.col, a.scale += m + g * a.rows, a.zero += m + g * a.rows;
                 panel_product<KIND>(rows, std::min(DEPTH, units - k), a, b + p * NR * units + k * width,
                                     scales + p * NR * groups + g * width, width, sums.data() + (p - first) * MC * NR);
             }
@@ -433,13 +617,13 @@ void multiply_matrices(const Left *left, const Right *right, const Out *out, lon
     share(all_b + all_a, threads, [&](long piece, int) {
         if (piece >= all_b) {
             const long first = (piece - all_b) * 32, last = std::min(first + 32, M);
-            if (kind == INT8) convert_bytes(*left, K, first, last, (uint8_t *)a, a_scales, zero);
+            if (kind == INT8) convert_bytes(*left, M, K, first, last, (uint8_t *)a, a_scales, zero);
             else convert_bf16(*left, M, K, first, last, a);
         } else if (right->turned)
             pack_turned(*right, N, K, kind, piece, b + piece * NR * plan.units, scales + piece * NR * plan.groups);
         else pack_rows(*right, N, K, kind, piece * rows, std::min((piece + 1) * rows, plan.units), b);
     });
-    Strip strip = {a, plan.units, 1, a_scales, zero, plan.groups};
+    Strip strip = {a, plan.units, 1, a_scales, zero, M};
     if (!plan.converts) {
         strip.data = (const int32_t *)left->data;
         strip.row = left->half ? left->row / 2 : left->row, strip.col = left->half ? 1 : left->col;

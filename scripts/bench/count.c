@@ -28,6 +28,7 @@ static void translated(plugin_id id, struct block *block) {
 static void print(plugin_id id, void *data) {
     (void)id, (void)data;
     printf("%llu\n", (unsigned long long)executed);
+    fflush(stdout);  // qemu ends without it
 }
 
 int qemu_plugin_install(plugin_id id, const void *info, int argc, char **argv) {
