@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from edgeft.host import cache, device
 SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADERS = tuple(SOURCE.with_name(f"{name}.h") for name in ("products", "threads", "unpack", "vectors"))
 FLAGS = (
-    "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp-simd", "-fno-schedule-insns", "-shared", "-fPIC", "-pthread"
+    "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-schedule-insns", "-fopenmp-simd", "-shared",
+    "-fPIC", "-pthread",
 )  # fmt: skip
 PRODUCTS, FORWARD = ("fp32", "bf16", "int8"), "forward"
 TRIAL_TYPES, TRIAL_SHAPES = ("q4_0", "q4_k", "q8_0"), (768, 2048)  # what `engine/trial.py` measures
@@ -41,12 +43,9 @@ def compiler() -> str | None:
 
 def _processor() -> str:
     """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        known = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
-    except OSError:
-        known = [platform.processor()]
-    return platform.machine() + "".join(known)
+    names = ("model name", "flags", "Features", "CPU part")
+    known = {f"{name} {fact[name]}" for fact in device.cpu_facts() for name in names if name in fact}
+    return " ".join([platform.machine(), *(sorted(known) or [platform.processor()]), *device.arm_features()])
 
 
 def _flags() -> set[str]:
@@ -116,6 +115,18 @@ def is_built() -> bool:
     return cache.folder() is not None and library_file().is_file()
 
 
+def _target() -> str:
+    """This processor, as a compiler's option."""
+    if platform.machine() not in ("aarch64", "arm64"):
+        return "-march=native"
+    if sys.platform != "linux" or device.cpu_facts():
+        return "-mcpu=native"
+    # compilers read /proc/cpuinfo, which is not that of this processor under emulation
+    extensions = {"asimdhp": "fp16", "asimddp": "dotprod", "i8mm": "i8mm", "bf16": "bf16"}
+    found = [name for feature, name in extensions.items() if feature in device.arm_features()]
+    return "+".join(["-march=armv8.2-a" if found else "-march=armv8-a", *found])
+
+
 def build() -> Path:
     """The compiled library, built now if it is missing; a few seconds."""
     file = library_file()
@@ -124,13 +135,12 @@ def build() -> Path:
     program = compiler()
     if program is None:
         raise EdgeftError("no C++ compiler for edgeft's kernels", HINT)
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         cache.private(file.parent.parent)  # whoever can write here runs code as this user
         cache.private(file.parent)
         result = subprocess.run(
-            [program, *FLAGS, native, str(SOURCE), "-o", str(temporary)], capture_output=True, text=True
+            [program, *FLAGS, _target(), str(SOURCE), "-o", str(temporary)], capture_output=True, text=True
         )
         if result.returncode:
             error = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])

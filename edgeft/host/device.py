@@ -5,10 +5,12 @@ Nothing here imports torch, and every reader takes the root of a file tree, whic
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import math
 import platform
 import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,6 +51,12 @@ ARM_CORES = {
     (0x41, 0xD4F): "Neoverse-V2",
     (0x4E, 0x004): "Carmel",
 }
+
+# Features → (AT_HWCAP or AT_HWCAP2, bit), from Linux's asm/hwcap.h
+ARM_FEATURES = {
+    "asimd": (16, 1), "fphp": (16, 9), "asimdhp": (16, 10), "asimddp": (16, 20), "sve": (16, 22), "sve2": (26, 1),
+    "i8mm": (26, 13), "bf16": (26, 14),
+}  # fmt: skip
 
 
 def read_text(path: Path) -> str:
@@ -207,8 +215,24 @@ def cores(root: Path = ROOT, cpus: set[int] | None = None) -> int:
     return max(1, len(siblings) if quota is None else min(len(siblings), math.ceil(quota)))
 
 
+def arm_features() -> list[str]:
+    """What this ARM processor can do, by /proc/cpuinfo's names; from the auxiliary vector, which is right under
+    emulation, too."""
+    if sys.platform != "linux" or platform.machine() != "aarch64":
+        return []
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    return [name for name, (vector, bit) in ARM_FEATURES.items() if getauxval(vector) >> bit & 1]
+
+
 def cpu_facts(root: Path = ROOT) -> list[dict[str, str]]:
-    """/proc/cpuinfo, one dictionary per paragraph."""
+    """/proc/cpuinfo, one dictionary per paragraph; [] if it is that of another machine, which runs an emulator."""
+    facts = _cpu_facts(root)
+    foreign = root == ROOT and platform.machine() == "aarch64" and not any("CPU implementer" in fact for fact in facts)
+    return [] if foreign else facts
+
+
+def _cpu_facts(root: Path) -> list[dict[str, str]]:
     paragraphs = read_text(root / "proc/cpuinfo").split("\n\n")
     facts = []
     for paragraph in paragraphs:

@@ -55,7 +55,7 @@ SHAPE = (512, 1024, 1024)  # (tokens, in, out): the size of one linear layer ove
 
 def simd(root: Path = ROOT) -> list[str]:
     """Vector extensions that matter for matrix products, by name."""
-    words: set[str] = set()
+    words: set[str] = set(device.arm_features()) if root == ROOT else set()
     for fact in device.cpu_facts(root)[:1]:
         words.update((fact.get("flags", "") + " " + fact.get("Features", "")).lower().split())
     if not words:  # macOS: "hw.optional.arm.FEAT_DotProd: 1"

@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# edgeft on an emulated Raspberry Pi 5, on any x86 Debian: an arm64 Debian in a folder, edgeft and its packages' aarch64 builds
+# in it, the fast tests and a few steps as Cortex-A76, and the same steps here.
+#
+#   scripts/arm.sh [FOLDER]      # default ~/.cache/edgeft-arm; 5 GB; the first time about an hour, the tests several
+#
+# As root (chroot). A stage that is done leaves FOLDER/NAME.done and is not repeated; its output is in FOLDER/NAME.log.
+# Not part of the test command. Afterwards: umount -R FOLDER/root/proc before the folder is deleted.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+folder=$(realpath -m "${1:-$HOME/.cache/edgeft-arm}")
+root=$folder/root
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || echo python3)}
+repository=$PWD
+export PYTHONPATH=$repository
+[ "$(id -u)" = 0 ] || { echo "error: a root folder needs root"; echo "hint: sudo scripts/arm.sh"; exit 1; } >&2
+mkdir -p "$folder"
+
+# stage NAME "what it does" FUNCTION: one line, unless it is done
+stage() {
+  if [ -e "$folder/$1.done" ]; then
+    echo "$1: done before"
+    return
+  fi
+  local begin=$SECONDS
+  printf '%s: %s … ' "$1" "$2"
+  if ! "$3" >"$folder/$1.log" 2>&1; then
+    echo "failed"
+    tail -n 5 "$folder/$1.log" >&2
+    echo "hint: the whole output is in $folder/$1.log" >&2
+    exit 1
+  fi
+  touch "$folder/$1.done"
+  echo "$((SECONDS - begin)) s"
+}
+
+# a command on the emulated board
+board() {
+  mountpoint -q "$root/proc" || mount -t proc proc "$root/proc"
+  mountpoint -q "$root/dev/shm" || { mkdir -p "$root/dev/shm" && mount -t tmpfs tmpfs "$root/dev/shm"; }
+  chroot "$root" /usr/bin/env -i HOME=/root PATH=/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 TERM=dumb \
+    QEMU_CPU=cortex-a76 PYTHONPATH=/edgeft:/packages EDGEFT_CACHE=/cache PYTHONDONTWRITEBYTECODE=1 \
+    bash -c "cd /edgeft && $1"
+}
+
+tools() {
+  apt-get -q update
+  DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends \
+    debootstrap qemu-user-static binfmt-support g++-aarch64-linux-gnu cmake ninja-build
+}
+
+system() {
+  mountpoint -q /proc/sys/fs/binfmt_misc || mount -t binfmt_misc none /proc/sys/fs/binfmt_misc
+  update-binfmts --enable qemu-aarch64
+  rm -rf "$root"
+  debootstrap --arch=arm64 --variant=minbase --include=python3,python3-dev,python3-venv,g++,git,procps,libgomp1 \
+    bookworm "$root"
+}
+
+# llama-cpp-python's own build, with the cross compiler: a wheel with aarch64 libraries
+llama() {
+  mkdir -p "$folder/wheels" "$folder/llama"
+  rm -f "$folder"/llama/*.whl
+  local flags="-mcpu=cortex-a76" # has dot products and half precision
+  CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc \
+    -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_C_FLAGS=$flags -DCMAKE_CXX_FLAGS=$flags -DGGML_NATIVE=OFF \
+    -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod+fp16 -DGGML_OPENMP=OFF -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF" \
+    "$python" -m pip wheel --no-deps --no-cache-dir --no-binary llama-cpp-python -w "$folder/llama" llama-cpp-python
+  "$python" -m pip install -q --target "$folder/tags" wheel
+  cd "$folder/llama"
+  PYTHONPATH=$folder/tags "$python" -m wheel tags --remove --platform-tag manylinux_2_28_aarch64 ./*.whl
+  mv ./*.whl "$folder/wheels"
+}
+
+# aarch64 builds of everything, unpacked by this machine's pip; torch 2.10 is the last one without CUDA
+packages() {
+  local platform
+  rm -rf "$root/packages"
+  for platform in manylinux2014 manylinux_2_17 manylinux_2_24 manylinux_2_26 manylinux_2_27 manylinux_2_28 manylinux_2_31 manylinux_2_34; do
+    echo "--platform=${platform}_aarch64"
+  done >"$folder/platforms"
+  "$python" -m pip wheel -q --no-deps --no-build-isolation -w "$folder/edgeft" . || "$python" -m pip wheel -q --no-deps -w "$folder/edgeft" .
+  # shellcheck disable=SC2046
+  "$python" -m pip install --target "$root/packages" --only-binary=:all: $(cat "$folder/platforms") --python-version 3.11 \
+    --implementation cp --abi cp311 --abi abi3 --abi none --no-compile --find-links "$folder/wheels" \
+    "$(echo "$folder"/edgeft/edgeft-*.whl)[demo]" 'torch<2.11' pytest hypothesis
+  rm -rf "$root"/packages/edgeft "$root"/packages/edgeft-*
+}
+
+# the files of this checkout
+copy() {
+  rm -rf "$root/edgeft"
+  mkdir -p "$root/edgeft"
+  git -C "$repository" ls-files -z | tar -C "$repository" --null -T - -cf - | tar -C "$root/edgeft" -xf -
+}
+
+tests() { board "python3 -m pytest -m 'not slow' -p no:cacheprovider ${TESTS:-}"; }
+
+five_steps="finetune --recipe sparse-rule --until export --set train.steps=5 --set how.products=fp32 --set how.compile=on \
+  --set train.batch_rows=4 --set data.max_rows=40"
+steps_there() { board "rm -rf /run5 && python3 -m edgeft $five_steps --out /run5"; }
+steps_here() { # shellcheck disable=SC2086
+  rm -rf "$folder/run5" && "$python" -m edgeft $five_steps --out "$folder/run5"; }
+
+# each side asks the other's file
+read_across() {
+  cp "$folder"/run5/*.gguf "$root/root/here.gguf"
+  "$python" -m edgeft chat "$root/run5" --prompt "Where is the serial number?" >"$folder/answer.there-here"
+  "$python" -m edgeft chat "$folder/run5" --prompt "Where is the serial number?" >"$folder/answer.here-here"
+}
+
+stage tools "Debian's packages" tools
+stage system "an arm64 Debian" system
+stage llama "llama.cpp for Cortex-A76" llama
+stage packages "aarch64 packages" packages
