@@ -175,6 +175,26 @@ static inline void add_lane(typename T::sum (&sums)[M][N], const ri (&a)[M], con
     }
 }
 
+// the same for one unit of rows that lie beside each other
+template <typename T, int M, int N>
+static inline void add_column(typename T::sum (&sums)[M][N], const int32_t *a, const int32_t *b) {
+    ri four[(M + 3) / 4];
+#pragma GCC unroll 8
+    for (int q = 0; q < M / 4; q++) asm volatile("ldr %q0, %1" : "=w"(four[q]) : "m"(*(const ri *)(a + 4 * q)));
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) {
+        ri one;
+        asm volatile("ldr %q0, %1" : "=w"(one) : "m"(*(const ri *)(b + n * VL)));
+#pragma GCC unroll 8
+        for (int q = 0; q < M / 4; q++) {
+            sums[4 * q][n] = T::template add_lane<0>(sums[4 * q][n], one, four[q]);
+            sums[4 * q + 1][n] = T::template add_lane<1>(sums[4 * q + 1][n], one, four[q]);
+            sums[4 * q + 2][n] = T::template add_lane<2>(sums[4 * q + 2][n], one, four[q]);
+            sums[4 * q + 3][n] = T::template add_lane<3>(sums[4 * q + 3][n], one, four[q]);
+        }
+    }
+}
+
 template <typename T, int M, int N>
 static inline void add_four(typename T::sum (&sums)[M][N], const int32_t *const (&rows)[M], long k, const int32_t *b,
                             long width) {
@@ -204,7 +224,8 @@ static inline void tile(long units, const Strip &a, const int32_t *b, const floa
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) rows[m] = a.row_at(m);
         for (; k + 4 <= units; k += 4) add_four<T, M, N>(sums, rows, k, b, width);
-    }
+    } else if (a.row == 1 && M % 4 == 0)
+        for (; k < units; k++) add_column<T, M, N>(sums, a.data + k * a.col, b + k * width);
 #endif
     for (; k < units; k++) {
 #pragma GCC unroll 8
