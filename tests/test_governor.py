@@ -582,6 +582,8 @@ def test_options_and_low_priority(data: Path, tmp_path: Path, edgeft: Edgeft) ->
     assert stage.ionice().value == 7
     assert min(os.getpriority(os.PRIO_PROCESS, thread.id) for thread in stage.threads()) >= 10
     assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0)  # the parent only waits
+    assert os.getsid(stage.pid) == os.getsid(process.pid)  # Linux weighs sessions against each other first
+    assert os.getpgid(stage.pid) == stage.pid  # Ctrl-C reaches the foreground's group
     process.terminate()
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
