@@ -1,5 +1,5 @@
 # Sourced by the other scripts: makes or reuses .venv with everything that edgeft needs.
-# Needs Python 3.10 or newer and a C++ compiler (llama-cpp-python is built from source; 5 to 10 minutes, once).
+# Needs Python 3.10 or newer and a C++ compiler: llama.cpp is compiled, once for all virtual environments.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,11 +15,12 @@ command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/d
 
 stamp=$(cat pyproject.toml | cksum)
 if [ ! -x .venv/bin/edgeft ] || [ "$(cat .venv/.edgeft-setup 2>/dev/null)" != "$stamp" ]; then
-  say "setting up .venv (llama.cpp is compiled here; 5 to 10 minutes the first time)"
+  say "setting up .venv"
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   .venv/bin/python -m pip install --quiet --upgrade pip
-  CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN)} \
-    .venv/bin/python -m pip install --quiet -e '.[demo,dev]'
+  .venv/bin/python scripts/setup_wheels.py  # torch without CUDA, llama.cpp
+  echo "downloading and installing the other packages"
+  .venv/bin/python -m pip install --quiet -e '.[demo,dev]'
   printf '%s' "$stamp" > .venv/.edgeft-setup
 else
   say "using .venv as it is"
