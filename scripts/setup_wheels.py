@@ -32,6 +32,9 @@ REACH_S = 5.0
 NO_CPU_BUILD = (
     f"torch comes with CUDA libraries, several GB: pip offers no CPU build, and {CPU_INDEX} cannot be reached"
 )
+# Left out, 110 of 193 steps: what edgeft does not call, images and the library of llama.cpp's own programs. The package
+# forces the second on in CMake's cache, where a variable set after its `project` comes before it.
+LEAN, LEAN_CMAKE = "-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=", "set(LLAMA_BUILD_COMMON OFF)\n"
 JOB_BYTES = 3 << 28  # the largest of 193 compilers of llama.cpp took 663 MiB, most at most 384 (GCC 12)
 NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor; class of graphics cards
 EVERY_S = 15.0  # between lines of progress where they cannot be overwritten
@@ -152,7 +155,7 @@ def native_features() -> list[str]:
 def build_key(features: Iterable[str]) -> str:
     """Everything that the build depends on and the wheel's name does not say."""
     options = {name: os.environ.get(name, "") for name in ("CMAKE_ARGS", "CXXFLAGS", "CFLAGS")}
-    parts = [platform.machine(), *platform.libc_ver(), sorted(features), options]
+    parts = [platform.machine(), *platform.libc_ver(), sorted(features), options, LEAN, LEAN_CMAKE]
     return f"{platform.machine()}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"
 
 
@@ -198,7 +201,10 @@ def build(requirement: str, folder: Path) -> None:
     print(f"llama.cpp is downloaded and compiled, {count} files at a time; minutes, once", flush=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         call = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-cache-dir", "-w", place, requirement]
-        env = {**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": count, "PIP_PROGRESS_BAR": "off"}
+        lean = Path(place) / "lean.cmake"
+        lean.write_text(LEAN_CMAKE, encoding="utf-8")
+        options = f"{LEAN}{shlex.quote(str(lean))} {os.environ.get('CMAKE_ARGS', '')}"
+        env = {**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": count, "PIP_PROGRESS_BAR": "off", "CMAKE_ARGS": options}
         with subprocess.Popen(
             call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env
         ) as child:
