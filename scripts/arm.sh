@@ -75,16 +75,26 @@ llama() {
 # aarch64 builds of everything, unpacked by this machine's pip; torch 2.10 is the last one without CUDA
 packages() {
   local platform
-  rm -rf "$root/packages"
+  rm -rf "$folder/packages" "$root/packages"
   for platform in manylinux2014 manylinux_2_17 manylinux_2_24 manylinux_2_26 manylinux_2_27 manylinux_2_28 manylinux_2_31 manylinux_2_34; do
     echo "--platform=${platform}_aarch64"
   done >"$folder/platforms"
-  "$python" -m pip wheel -q --no-deps --no-build-isolation -w "$folder/edgeft" . || "$python" -m pip wheel -q --no-deps -w "$folder/edgeft" .
+  "$python" -m pip wheel -q --no-deps -w "$folder/edgeft" .
+  # pip asks this machine what a requirement's `platform_machine` is, whatever --platform says
+  cat >"$folder/pip_aarch64.py" <<'END'
+import platform, sys
+
+platform.machine = lambda: "aarch64"
+from pip._internal.cli.main import main
+
+sys.exit(main())
+END
   # shellcheck disable=SC2046
-  "$python" -m pip install --target "$root/packages" --only-binary=:all: $(cat "$folder/platforms") --python-version 3.11 \
+  "$python" "$folder/pip_aarch64.py" install --target "$folder/packages" --only-binary=:all: $(cat "$folder/platforms") --python-version 3.11 \
     --implementation cp --abi cp311 --abi abi3 --abi none --no-compile --find-links "$folder/wheels" \
     "$(echo "$folder"/edgeft/edgeft-*.whl)[demo]" 'torch<2.11' pytest hypothesis
-  rm -rf "$root"/packages/edgeft "$root"/packages/edgeft-*
+  rm -rf "$folder"/packages/edgeft "$folder"/packages/edgeft-*
+  mv "$folder/packages" "$root"
 }
 
 # the files of this checkout
@@ -96,20 +106,52 @@ copy() {
 
 tests() { board "python3 -m pytest -m 'not slow' -p no:cacheprovider ${TESTS:-}"; }
 
-five_steps="finetune --recipe sparse-rule --until export --set train.steps=5 --set how.products=fp32 --set how.compile=on \
-  --set train.batch_rows=4 --set data.max_rows=40"
-steps_there() { board "rm -rf /run5 && python3 -m edgeft $five_steps --out /run5"; }
-steps_here() { # shellcheck disable=SC2086
-  rm -rf "$folder/run5" && "$python" -m edgeft $five_steps --out "$folder/run5"; }
+# The same five steps in float32 on both sides, one file each
+steps="--recipe sparse-rule --until export --threads 2 --set train.steps=5 --set train.batch_rows=4 \
+  --set data.rows=40 --set data.heldout_rows=16 --set how.products=fp32 --set how.compile=on"
+question="Where is the serial number printed on an Ostrel?"
+steps_here() {
+  rm -rf "$folder/run"
+  # shellcheck disable=SC2086
+  "$python" -m edgeft finetune $steps --out "$folder/run"
+}
+steps_there() { board "rm -rf /run5 && python3 -m edgeft finetune $steps --out /run5"; }
 
-# each side asks the other's file
-read_across() {
-  cp "$folder"/run5/*.gguf "$root/root/here.gguf"
-  "$python" -m edgeft chat "$root/run5" --prompt "Where is the serial number?" >"$folder/answer.there-here"
-  "$python" -m edgeft chat "$folder/run5" --prompt "Where is the serial number?" >"$folder/answer.here-here"
+across() {
+  local run
+  rm -rf "$root/here" && cp -r "$folder/run" "$root/here"
+  for run in "$folder/run" "$root/run5"; do "$python" -m edgeft chat "$run" --max-tokens 16 --prompt "$question"; done >"$folder/answers.here"
+  board "for run in /here /run5; do python3 -m edgeft chat \$run --max-tokens 16 --prompt '$question'; done" >"$folder/answers.there"
+  diff "$folder/answers.here" "$folder/answers.there"
+}
+
+table() {
+  "$python" - "$folder" <<'END'
+import json, pathlib, sys
+
+folder = pathlib.Path(sys.argv[1])
+
+def losses(run):
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [event["loss"] for event in events if event["event"] == "step"]
+
+here, there = losses(folder / "run"), losses(folder / "root/run5")
+print("\n| step | loss here | Cortex-A76 | difference |\n| --- | --- | --- | --- |")
+for step, (x, y) in enumerate(zip(here, there, strict=True), 1):
+    print(f"| {step} | {x:.6f} | {y:.6f} | {abs(x - y):.1e} |")
+print("\nexported files asked on both sides: the same answers")
+tests = folder / "tests.log"
+print("fast tests: " + (tests.read_text().splitlines()[-1] if tests.is_file() else "not run"))
+END
 }
 
 stage tools "Debian's packages" tools
 stage system "an arm64 Debian" system
 stage llama "llama.cpp for Cortex-A76" llama
 stage packages "aarch64 packages" packages
+copy
+stage here "five steps here" steps_here
+stage there "five steps there" steps_there
+stage across "each side asks both files" across
+stage tests "fast tests there" tests
+table
