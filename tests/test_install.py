@@ -74,7 +74,7 @@ def test_an_nvidia_card_is_found_by_its_vendor_and_class(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("cores", "memory", "count"),
-    [(4, 8 * GIB, 4), (4, int(2.5 * GIB), 3), (4, int(0.6 * GIB), 1), (2, 64 * GIB, 2), (1, 0, 1), (4, None, 4)],
+    [(4, 8 * GIB, 4), (4, 2 * GIB, 3), (4, int(0.6 * GIB), 1), (2, 64 * GIB, 2), (1, 0, 1), (4, None, 4)],
 )
 def test_as_many_compilers_as_memory_and_cores_allow(cores: int, memory: int | None, count: int) -> None:
     assert setup_wheels.jobs(cores, memory) == count
