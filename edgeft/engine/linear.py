@@ -102,6 +102,16 @@ class LinearSpec:
         return compute.backend.mm(x, self.down.detach().T, options=FLOAT32)
 
 
+def empty_linear(inputs: int, outputs: int) -> nn.Linear:
+    """Without a weight yet. On `meta`, nn.Linear's initialisation makes some versions of torch load sympy: 34 MiB."""
+    linear = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(linear)
+    linear.in_features, linear.out_features = inputs, outputs
+    linear.weight = nn.Parameter(torch.empty(outputs, inputs, device="meta"), requires_grad=False)
+    linear.register_parameter("bias", None)
+    return linear
+
+
 def linear_spec(module: Any) -> LinearSpec | None:
     """A module describes itself by `as_layer()`. None: a layer that is called as it is (bitsandbytes')."""
     if type(module) in (nn.Linear, PackedLinear):

@@ -13,6 +13,7 @@ from edgeft.arch import Architecture, Norm, Sizes, of_gguf
 from edgeft.arch.base import plain_rotation
 from edgeft.arch.check import check_frozen, read_config
 from edgeft.engine.backend import TORCH, Backend
+from edgeft.engine.linear import empty_linear
 from edgeft.engine.packed import Packed, PackedEmbedding, PackedHead, PackedLinear
 from edgeft.engine.stack import Stack
 from edgeft.errors import ModelError
@@ -41,7 +42,7 @@ def _stack(arch: Architecture, config: Any, model: Any, ends: tuple[Packed, Pack
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear = empty_linear(weight.shape[1], weight.shape[0])
     linear.weight, linear.bias = _frozen(weight), None if bias is None else _frozen(bias)  # type: ignore[assignment]
     return linear
 
@@ -72,7 +73,7 @@ class _Block(nn.Module):
         sizes = arch.sizes(config)
         for linear in arch.linears.values():
             outputs, inputs = linear.shape(sizes)
-            self._add(linear.path, nn.Linear(inputs, outputs, bias=False))
+            self._add(linear.path, empty_linear(inputs, outputs))
         for norm in arch.norms:
             self._add(norm.path, _Norm(norm, norm.size(sizes), config.rms_norm_eps))
 

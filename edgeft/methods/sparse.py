@@ -68,7 +68,9 @@ class Sparse(Method):
             layer.stand_in = "weight"
             return layer  # type: ignore[no-any-return]
         if update.share >= 1:
-            linear = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            from edgeft.engine.linear import empty_linear
+
+            linear = empty_linear(module.in_features, module.out_features)
             linear.weight = torch.nn.Parameter(weight_of(module))
             linear.bias = module.bias
             return linear
