@@ -25,7 +25,7 @@ from edgeft.run.record import Allowance
 from tests.conftest import Edgeft
 from tests.support.rows import small_rows
 
-QUICK = ["update.blocks=27-28", "update.tensors=v,o", "train.batch_rows=2", "how.threads=1", "train.steps=2000"]
+QUICK = ["update.blocks=27-28", "update.tensors=v,o", "train.batch_rows=2", "how.threads=1", "train.steps=20000"]
 
 
 @pytest.fixture

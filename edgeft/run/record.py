@@ -28,10 +28,13 @@ class Allowance:
     fit: bool = False  # the run may train less to fit
 
 
+OPERANDS = ("fp32", "bf16", "int8")
+
+
 @dataclass(frozen=True)
 class EngineChoice:
     kernels: bool  # False: plain torch
-    products: str  # operands of GEMMs: fp32, bf16 or int8
+    products: str = field(metadata={"choices": OPERANDS})  # of GEMMs
     why: str = ""
 
 
@@ -82,7 +85,7 @@ def read_engine(path: Path) -> EngineChoice | None:
     values = read_json(path) or {}
     _of_half(values)
     kernels, products = values.get("kernels"), values.get("products")
-    if not isinstance(kernels, bool) or products not in ("fp32", "bf16", "int8"):
+    if not isinstance(kernels, bool) or products not in OPERANDS:
         return None
     return EngineChoice(kernels, products, BEFORE)
 
