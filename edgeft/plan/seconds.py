@@ -36,7 +36,7 @@ ADAM_BYTES = {"fp32": 32, "bf16": 32, "8bit": 32}  # … trained parameter and s
 COPY_PER_FLOP = 0.1  # bytes
 WRITE_BYTES = 150e6  # per second, to an SD card or a slow disk, whose rate is steady
 HALF_GAIN = 2.0  # speedup of bf16 GEMMs, where the processor has instructions for them,
-INT8_GAIN = 2.0  # and of int8 ones; a third of float32's instructions on a Cortex-A76
+INT8_GAIN = 2.0  # and of int8 ones; 0.4 of float32's instructions on a Cortex-A76
 
 START_S = {"prepare": 0.6, "lean": 2.8, "transformers": 8.0, "eval": 1.0}  # startup time of a stage
 ROW_S = 0.0012  # tokenization of a row
