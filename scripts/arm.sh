@@ -5,7 +5,7 @@
 #   scripts/arm.sh [FOLDER]      # default ~/.cache/edgeft-arm; 5 GB; the first time about an hour, the tests several
 #
 # As root (chroot). A stage that is done leaves FOLDER/NAME.done and is not repeated; its output is in FOLDER/NAME.log.
-# Not part of the test command. Afterwards: umount -R FOLDER/root/proc before the folder is deleted.
+# Not part of the test command. Afterwards: umount FOLDER/root/{proc,sys,dev/shm} before FOLDER is deleted.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$(realpath -m "${1:-$HOME/.cache/edgeft-arm}")
@@ -37,6 +37,7 @@ stage() {
 # a command on the emulated board
 board() {
   mountpoint -q "$root/proc" || mount -t proc proc "$root/proc"
+  mountpoint -q "$root/sys" || mount -t sysfs -o ro sysfs "$root/sys"
   mountpoint -q "$root/dev/shm" || { mkdir -p "$root/dev/shm" && mount -t tmpfs tmpfs "$root/dev/shm"; }
   chroot "$root" /usr/bin/env -i HOME=/root PATH=/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 TERM=dumb \
     QEMU_CPU=cortex-a76 PYTHONPATH=/edgeft:/packages EDGEFT_CACHE=/cache PYTHONDONTWRITEBYTECODE=1 \

@@ -272,6 +272,14 @@ def test_power(tmp_path: Path) -> None:
     assert sensors.power(tmp_path / "nothing") == {"plugged": None, "batteries": []}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="psutil lists Linux's folder")
+def test_power_without_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where /sys is not mounted: psutil fails there."""
+    monkeypatch.setattr("psutil._pslinux.POWER_SUPPLY_PATH", str(tmp_path / "power_supply"))
+    monkeypatch.setattr(sensors, "ROOT", tmp_path)
+    assert sensors.power(tmp_path) == {"plugged": None, "batteries": []}
+
+
 @pytest.mark.parametrize(
     ("mount", "block", "files", "kind"),
     [

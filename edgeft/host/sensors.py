@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def power(root: Path = ROOT) -> dict[str, Any]:
             )
         elif kind in ("Mains", "USB") and (online := read_int(supply / "online")) is not None:
             plugged = bool(plugged) or online > 0
-    if not folder.is_dir() and root == ROOT:  # macOS
+    if sys.platform != "linux" and root == ROOT:
         import psutil
 
         if (battery := psutil.sensors_battery()) is not None:
