@@ -93,7 +93,7 @@ END
   # shellcheck disable=SC2046
   "$python" "$folder/pip_aarch64.py" install --target "$folder/packages" --only-binary=:all: $(cat "$folder/platforms") --python-version 3.11 \
     --implementation cp --abi cp311 --abi abi3 --abi none --no-compile --find-links "$folder/wheels" \
-    "$(echo "$folder"/edgeft/edgeft-*.whl)[demo]" 'torch<2.11' pytest hypothesis
+    "$(echo "$folder"/edgeft/edgeft-*.whl)[demo]" 'torch<2.11' pytest hypothesis selenium
   rm -rf "$folder"/packages/edgeft "$folder"/packages/edgeft-*
   mv "$folder/packages" "$root"
 }
