@@ -129,7 +129,7 @@ def test_attention(board: CortexA76, here: Any) -> None:
     calls.call("attend", described, shape, q, k, v, out, sums, THREADS)
     parts = [[calls.buffer(np.zeros((length, 32), np.float32)) for _ in range(plan.lists)] for _ in range(2)]
     dk, dv = (calls.buffer(np.zeros(len(part), np.int64), {8 * i: b for i, b in enumerate(part)}) for part in parts)
-    calls.call("attend_back", described, shape, q, k, v, out, sums, dout, dq, dk, dv, THREADS)
+    calls.call("attend_back", described, shape, q, k, v, out, sums, dout, dq, dk, dv, length, THREADS)
     for got, want in both(board, here, calls, out, sums, dq, *parts[0], *parts[1]):
         assert near(got, want) < 1e-5
 

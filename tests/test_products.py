@@ -113,6 +113,17 @@ def test_bytes_are_near(name: str, size: tuple[int, int, int]) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "q4_k"])
+def test_weights_that_are_bytes_lose_nothing(name: str) -> None:
+    """Nor do whole numbers up to 127 on the other side."""
+    matrix, exact = packed(name, 70, 768, order=True)
+    x = torch.from_numpy(np.random.default_rng(2).integers(-127, 128, (41, 768))).float()
+    x[:, ::32] = 127
+    got = kernels.load().mm(x, matrix.T, options=Product(int8=True))
+    assert near(got, x.double() @ exact.double().T) < 1e-6
+
+
+@needs_kernels
 def test_a_depth_that_is_no_whole_number_of_groups_stays_in_float32() -> None:
     x, w = torch.randn(9, 40), torch.randn(16, 40)
     assert near(kernels.load().mm(x, w.T, options=Product(int8=True)), x.double() @ w.double().T) < 1e-6

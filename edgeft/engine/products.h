@@ -393,36 +393,15 @@ static inline float to_bytes(const float *x, uint8_t *to, int zero) {
     return top / 127;
 }
 
-static inline vb lookup(vb table, vb places) {  // places below 16
-#if defined(__ARM_NEON) && defined(__aarch64__)
-    return (vb)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)places);
-#elif defined(__SSSE3__)
-    return (vb)_mm_shuffle_epi8((__m128i)table, (__m128i)places);
-#else
-    vb out;
-    for (int i = 0; i < 16; i++) out[i] = table[places[i]];
-    return out;
-#endif
-}
-
 static inline void put_bytes(vb one, vb two, uint8_t *to) {
     *(vb *)to = one + BYTE_ZERO, *(vb *)(to + 16) = two + BYTE_ZERO;
 }
 
-// 32 numbers scale * q + low of nibbles q as bytes: what each nibble becomes is computed once
-static inline float nibbles_to_bytes(vb one, vb two, float scale, float low, uint8_t *to) {
-    const float top = std::max(std::fabs(low), std::fabs(15 * scale + low));
-    static const float each[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    float values[16];
-    for (int i = 0; i < 16; i += VL) store(values + i, load(each + i) * scale + low);
-    vb table;
-    round_to_bytes(values, 16, top > 0 ? 127 / top : 0, 0, (uint8_t *)&table);
-    put_bytes(lookup(table, one), lookup(table, two), to);
-    return top / 127;
-}
+// These have scale * q + low in each group
+static inline bool has_lows(int type) { return type == 3 || type == 12; }
 
-// Numbers of a row of W as bytes and their scales, straight from the types whose groups are that long. False: none of these
-static inline bool read_bytes(const Right &w, long row, long start, long count, uint8_t *to, float *scales) {
+// Numbers of a row of W as bytes, exactly, straight from the types whose groups are that long. False: none of these
+static inline bool read_bytes(const Right &w, long row, long start, long count, uint8_t *to, float *scales, float *lows) {
     const uint8_t *in = w.data + (w.order ? w.order[row] : row) * w.row_bytes + start * w.row_bytes / w.cols;
     const long groups = count / BYTE_GROUP;
     const vb low = vb{} + 15;
@@ -436,7 +415,7 @@ static inline bool read_bytes(const Right &w, long row, long start, long count, 
         case 3:  // Q4_1
             for (long g = 0; g < groups; g++, in += 20, to += BYTE_GROUP) {
                 const vb q = *(const vb *)(in + 4);
-                scales[g] = nibbles_to_bytes(q & low, q >> 4, half(in), half(in + 2), to);
+                put_bytes(q & low, q >> 4, to), scales[g] = half(in), lows[g] = half(in + 2);
             }
             return true;
         case 8:  // Q8_0
@@ -448,10 +427,9 @@ static inline bool read_bytes(const Right &w, long row, long start, long count, 
                 const Scales s(in);
                 for (int i = 0; i < 8; i += 2, to += 2 * BYTE_GROUP) {
                     const vb one = *(const vb *)(in + 16 + 16 * i), two = *(const vb *)(in + 32 + 16 * i);
-                    scales[g + i] = nibbles_to_bytes(one & low, two & low, s.scale[i], s.low[i], to);
-                    scales[g + i + 1] =
-                        nibbles_to_bytes(one >> 4, two >> 4, s.scale[i + 1], s.low[i + 1], to + BYTE_GROUP);
+                    put_bytes(one & low, two & low, to), put_bytes(one >> 4, two >> 4, to + BYTE_GROUP);
                 }
+                std::copy(s.scale, s.scale + 8, scales + g), std::copy(s.low, s.low + 8, lows + g);
             }
             return true;
     }
@@ -468,9 +446,9 @@ static inline void to_units(const float *x, long count, int kind, int32_t *to, f
 }
 
 // a panel of B = Wᵀ: VL rows of W become VL columns
-static void pack_turned(const Right &w, long N, long K, int kind, long panel, int32_t *to, float *scales) {
+static void pack_turned(const Right &w, long N, long K, int kind, long panel, int32_t *to, float *scales, float *lows) {
     const long width = lanes_of(N, panel), groups = CHUNK / BYTE_GROUP;
-    std::vector<float> numbers(CHUNK + VL), row_scales(VL * groups);
+    std::vector<float> numbers(CHUNK + VL), row_scales(VL * groups), row_lows(VL * groups);
     std::vector<int32_t> units(VL * CHUNK);
     for (long k = 0; k < K; k += CHUNK) {
         const long count = std::min(CHUNK, K - k), some = units_of(count, kind);
@@ -478,9 +456,10 @@ static void pack_turned(const Right &w, long N, long K, int kind, long panel, in
             if (panel * NR + n + VL > N || count % 4) std::fill(units.begin(), units.end(), 0);
             for (long r = 0; r < VL && panel * NR + n + r < N; r++) {
                 uint8_t *bytes = (uint8_t *)(units.data() + r * CHUNK);
-                if (kind == INT8 && read_bytes(w, panel * NR + n + r, k, count, bytes, row_scales.data() + r * groups)) continue;
+                float *of_row = row_scales.data() + r * groups, *low_of_row = row_lows.data() + r * groups;
+                if (kind == INT8 && read_bytes(w, panel * NR + n + r, k, count, bytes, of_row, low_of_row)) continue;
                 read(w, panel * NR + n + r, k, count, numbers.data());
-                to_units(numbers.data(), count, kind, units.data() + r * CHUNK, row_scales.data() + r * groups);
+                to_units(numbers.data(), count, kind, units.data() + r * CHUNK, of_row);
             }
             for (long u = 0; u < some; u += VL) {
                 vi square[VL];
@@ -491,7 +470,11 @@ static void pack_turned(const Right &w, long N, long K, int kind, long panel, in
             }
             if (kind == INT8)
                 for (long g = 0; g < count / BYTE_GROUP; g++)
-                    for (int r = 0; r < VL; r++) scales[(k / BYTE_GROUP + g) * width + n + r] = row_scales[r * groups + g];
+                    for (int r = 0; r < VL; r++) {
+                        const long at = (k / BYTE_GROUP + g) * width + n + r;
+                        scales[at] = row_scales[r * groups + g];
+                        if (has_lows(w.type)) lows[at] = row_lows[r * groups + g];
+                    }
         }
     }
 }
@@ -520,14 +503,15 @@ static void pack_rows(const Right &w, long N, long K, int kind, long first, long
 // What a product needs beside its operands, in one piece of memory: the packed B, and A where it has to be converted
 struct Plan {
     long units, groups, panels;
-    size_t b, scales, a, a_scales, a_zero, bytes;
+    size_t b, scales, lows, a, a_scales, a_zero, a_sums, bytes;
     bool converts;
     Plan(const Left &left, long M, long N, long K, int kind) {
         units = units_of(K, kind), groups = kind == INT8 ? K / BYTE_GROUP : 0, panels = (N + NR - 1) / NR;
         converts = kind == INT8 || (kind == BF16 && (!left.half || left.col != 1 || left.row % 2 || K % 2));
         const size_t lanes = (size_t)padded(N), rows = converts ? M : 0;
-        b = 0, scales = b + lanes * units * 4, a = scales + lanes * groups * 4;
-        a_scales = a + rows * units * 4, a_zero = a_scales + rows * groups * 4, bytes = a_zero + rows * groups * 4;
+        b = 0, scales = b + lanes * units * 4, lows = scales + lanes * groups * 4, a = lows + lanes * groups * 4;
+        a_scales = a + rows * units * 4, a_zero = a_scales + rows * groups * 4, a_sums = a_zero + rows * groups * 4;
+        bytes = a_sums + rows * groups * 4;
     }
 };
 
@@ -565,7 +549,8 @@ static void convert_bf16(const Left &a, long M, long K, long first, long last, i
         }
 }
 
-static void convert_bytes(const Left &a, long M, long K, long first, long last, uint8_t *to, float *scales, int32_t *zero) {
+static void convert_bytes(const Left &a, long M, long K, long first, long last, uint8_t *to, float *scales, int32_t *zero,
+                          float *sums) {
     const long groups = K / BYTE_GROUP;
     for (long m = first; m < last; m++)
         for (long g = 0; g < groups; g++) {
@@ -574,8 +559,9 @@ static void convert_bytes(const Left &a, long M, long K, long first, long last, 
             uint8_t *codes = to + m * K + g * BYTE_GROUP;
             scales[g * M + m] = to_bytes(x, codes, 0);
             int32_t total = 0;
-            for (long i = 0; BYTE_ZERO && i < BYTE_GROUP; i++) total += (int8_t)codes[i];
+            for (long i = 0; i < BYTE_GROUP; i++) total += (int8_t)codes[i];
             zero[g * M + m] = -BYTE_ZERO * total;
+            sums[m * groups + g] = scales[g * M + m] * total;  // of what is multiplied: their errors cancel
         }
 }
 
@@ -596,9 +582,10 @@ static void write_rows(const Out &out, long m, long n, long rows, long count, co
     }
 }
 
+// lows: of the groups of B, and sums: of those of A, of which C gets the product; or null
 template <int KIND>
-static void multiply(const Strip &whole, const int32_t *b, const float *scales, const Out &out, long M, long N, long K,
-                     int threads) {
+static void multiply(const Strip &whole, const int32_t *b, const float *scales, const float *lows, const float *a_sums,
+                     const Out &out, long M, long N, long K, int threads) {
     const long units = units_of(K, KIND), groups = K / BYTE_GROUP, panels = (N + NR - 1) / NR, strips = (M + MC - 1) / MC;
     // panels that a thread takes at a time: a block of A is read once for all of them
     const long some = strips * panels < 32 * threads ? 1 : std::max<long>(1, 128 / NR);
@@ -607,6 +594,11 @@ static void multiply(const Strip &whole, const int32_t *b, const float *scales, 
         const long m = piece % strips * MC, rows = std::min(MC, M - m), first = piece / strips * some;
         const long last = std::min(first + some, panels);
         std::vector<float> sums((last - first) * MC * NR);
+        for (long p = first; lows && p < last; p++) {
+            const Strip a = {(const int32_t *)a_sums + m * groups, groups, 1, whole.scale, whole.zero, whole.rows};
+            panel_product<FP32>(rows, groups, a, (const int32_t *)lows + p * NR * groups, scales, lanes_of(N, p),
+                                sums.data() + (p - first) * MC * NR);
+        }
         for (long k = 0; k < units; k += DEPTH)
             for (long p = first; p < last; p++) {
                 const long width = lanes_of(N, p), g = k * 4 / BYTE_GROUP;
@@ -633,25 +625,28 @@ void multiply_matrices(const Left *left, const Right *right, const Out *out, lon
     char *memory = (char *)scratch;
     int32_t *b = (int32_t *)(memory + plan.b), *a = (int32_t *)(memory + plan.a), *zero = (int32_t *)(memory + plan.a_zero);
     float *scales = (float *)(memory + plan.scales), *a_scales = (float *)(memory + plan.a_scales);
+    float *lows = (float *)(memory + plan.lows), *a_sums = (float *)(memory + plan.a_sums);
     const long rows = right->turned ? NR : 32, all_b = right->turned ? plan.panels : (plan.units + rows - 1) / rows;
     const long all_a = plan.converts ? (M + 31) / 32 : 0;
     share(all_b + all_a, threads, [&](long piece, int) {
         if (piece >= all_b) {
             const long first = (piece - all_b) * 32, last = std::min(first + 32, M);
-            if (kind == INT8) convert_bytes(*left, M, K, first, last, (uint8_t *)a, a_scales, zero);
+            if (kind == INT8) convert_bytes(*left, M, K, first, last, (uint8_t *)a, a_scales, zero, a_sums);
             else convert_bf16(*left, M, K, first, last, a);
-        } else if (right->turned)
-            pack_turned(*right, N, K, kind, piece, b + piece * NR * plan.units, scales + piece * NR * plan.groups);
-        else pack_rows(*right, N, K, kind, piece * rows, std::min((piece + 1) * rows, plan.units), b);
+        } else if (right->turned) {
+            const long group = piece * NR * plan.groups;
+            pack_turned(*right, N, K, kind, piece, b + piece * NR * plan.units, scales + group, lows + group);
+        } else pack_rows(*right, N, K, kind, piece * rows, std::min((piece + 1) * rows, plan.units), b);
     });
     Strip strip = {a, plan.units, 1, a_scales, zero, M};
     if (!plan.converts) {
         strip.data = (const int32_t *)left->data;
         strip.row = left->half ? left->row / 2 : left->row, strip.col = left->half ? 1 : left->col;
     } else if (kind == BF16 && left->col != 1) strip.row = 1, strip.col = M;
-    if (kind == FP32) multiply<FP32>(strip, b, scales, *out, M, N, K, threads);
-    if (kind == BF16) multiply<BF16>(strip, b, scales, *out, M, N, K, threads);
-    if (kind == INT8) multiply<INT8>(strip, b, scales, *out, M, N, K, threads);
+    if (kind == FP32) multiply<FP32>(strip, b, scales, nullptr, nullptr, *out, M, N, K, threads);
+    if (kind == BF16) multiply<BF16>(strip, b, scales, nullptr, nullptr, *out, M, N, K, threads);
+    if (kind == INT8)
+        multiply<INT8>(strip, b, scales, has_lows(right->type) ? lows : nullptr, a_sums, *out, M, N, K, threads);
 }
 
 int multiplies_bytes(void) { return DOT_BYTES; }

@@ -17,7 +17,7 @@ static int64_t number() {
 
 // Integers and pointers go by registers and then by the stack, floats by registers of their own: one type fits all
 typedef int64_t (*Function)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                            int64_t, float, float);
+                            int64_t, int64_t, int64_t, float, float);
 
 int main(int, char **argv) {
     void *library = dlopen(argv[1], RTLD_NOW);
@@ -38,7 +38,7 @@ int main(int, char **argv) {
     for (int64_t left = number(); left > 0; left--) {
         char name[32];
         if (fread(name, 32, 1, file) != 1) return 2;
-        int64_t a[12] = {};
+        int64_t a[14] = {};
         float f[2] = {};
         for (int64_t i = 0, kinds = number(), ints = 0, floats = 0; i < kinds; i++) {
             const int64_t kind = number(), value = number();
@@ -47,7 +47,7 @@ int main(int, char **argv) {
         }
         const Function call = (Function)dlsym(library, name);
         if (!call) return fprintf(stderr, "%s\n", dlerror()), 1;
-        call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], f[0], f[1]);
+        call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], f[0], f[1]);
     }
     FILE *out = fopen(argv[3], "wb");
     for (int64_t i = 0; i < count; i++) fwrite(buffers[i], 1, sizes[i], out);
