@@ -349,10 +349,15 @@ def doctor(
 ) -> None:
     """This machine: memory, cores, speed, sensors, and the matching device profile."""
     from edgeft.engine.trial import measured
+    from edgeft.errors import EdgeftError
     from edgeft.host.doctor import examine
 
     machine = examine(refresh=refresh)
-    machine["products"] = {} if machine["gemm"]["error"] else measured(refresh)
+    machine["products"] = {}
+    try:
+        machine["products"] = {} if machine["gemm"]["error"] else measured(refresh)
+    except EdgeftError as error:  # a compiler that does not compile is a reason to run doctor
+        machine["unavailable"].append({"what": "kernels", "why": error.message})
     show(machine, as_json, listing.print_doctor)
 
 

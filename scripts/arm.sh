@@ -73,7 +73,7 @@ llama() {
   mv ./*.whl "$folder/wheels"
 }
 
-# aarch64 builds of everything, unpacked by this machine's pip; torch 2.10 is the last one without CUDA
+# aarch64 builds of everything, unpacked by this machine's pip
 packages() {
   local platform
   rm -rf "$folder/packages" "$root/packages"
@@ -93,7 +93,7 @@ END
   # shellcheck disable=SC2046
   "$python" "$folder/pip_aarch64.py" install --target "$folder/packages" --only-binary=:all: $(cat "$folder/platforms") --python-version 3.11 \
     --implementation cp --abi cp311 --abi abi3 --abi none --no-compile --find-links "$folder/wheels" \
-    "$(echo "$folder"/edgeft/edgeft-*.whl)[demo]" 'torch<2.11' pytest hypothesis selenium
+    "$(echo "$folder"/edgeft/edgeft-*.whl)[demo]" pytest hypothesis selenium
   rm -rf "$folder"/packages/edgeft "$folder"/packages/edgeft-*
   mv "$folder/packages" "$root"
 }

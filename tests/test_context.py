@@ -164,7 +164,7 @@ def test_planned_buffers_are_those_of_the_pool(model: Path, update: UpdateConfig
         held = pool.held_bytes() / pool.rows
     finally:
         TORCH.memory.pool.resize(0)
-    top = buffers.TopPass(shape_of(str(model), "auto"), scheme, half, torch.get_num_threads(), recompute)
+    top = buffers.TopPass(shape_of(str(model), "auto"), scheme, half, recompute)
     top.run(len(one.tree.live), len(torch.unique(one.at)), len(one.tree.context))  # type: ignore[arg-type]
     planned = sum(size * len(some) for size, some in top.pool.buffers.items())
     assert planned == pytest.approx(held, rel=0.03)
@@ -203,7 +203,7 @@ def test_the_plan_counts_fewer_gradients(model: Path) -> None:
     shape = shape_of(str(model), "auto")
     scheme = schemes.make(schemes.with_blocks(recipe.update, shape.depth, shape.weights), shape.depth, shape.arch)
     assert step_flops(shape, scheme, other) < 0.65 * step_flops(shape, scheme, one)
-    top = [buffers.TopPass(shape, scheme, True, 2, False).peak_bytes(sizes) for sizes in (one, other)]
+    top = [buffers.TopPass(shape, scheme, True, False).peak_bytes(sizes) for sizes in (one, other)]
     assert top[1] < 0.5 * top[0]
 
 

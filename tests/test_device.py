@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from edgeft.config import ExecutionConfig, build
+from edgeft.engine import compiled, trial
 from edgeft.host import device, doctor, limit, sensors
 from edgeft.host.device import load_device
+from tests.conftest import Edgeft
 from tests.support.machine import tree
 
 GIB = 2**30
@@ -528,3 +530,23 @@ def test_compiler_comes_from_cxx_first(tmp_path: Path, monkeypatch: pytest.Monke
     assert doctor.compiler() is None
     monkeypatch.setenv("CXX", "'unclosed")
     assert doctor.compiler() is None
+
+
+def test_doctor_tells_of_a_compiler_that_does_not_compile(
+    edgeft: Edgeft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("EDGEFT_CACHE", str(tmp_path))
+    result = edgeft("doctor", "--json")
+    assert result.returncode == 0, result.stderr
+    machine = json.loads(result.stdout)
+    assert machine["products"] == {}
+    assert any(row["what"] == "kernels" and "/bin/false" in row["why"] for row in machine["unavailable"])
+
+
+def test_damaged_rates_of_products_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = device.products_key(device.cpu_name(), device.cores())
+    monkeypatch.setattr(device, "read_gemm_cache", lambda: {key: {"x": 1.0, "fp32 forward q4_k 768x768": 5.0}})
+    assert compiled.mean_rates(device.read_gemm_cache()[key]) == {"fp32": 5.0}
+    assert compiled.fastest_products() in ("fp32", "bf16", "int8")
+    assert set(trial.measured()) == {"fp32 forward q4_k 768x768"}

@@ -97,7 +97,7 @@ def test_buffers_are_those_that_the_pool_gives_out(
     for _ in range(2):  # the second pass finds all that it needs
         stack.head.loss(stack.top(hidden, batch, scheme.cut), batch.targets).backward()  # type: ignore[no-untyped-call]
     held = pool.held_bytes() / pool.rows
-    top = buffers.TopPass(shape_of(str(model), "auto"), scheme, half, torch.get_num_threads(), recompute)
+    top = buffers.TopPass(shape_of(str(model), "auto"), scheme, half, recompute)
     top.run(len(batch.tokens), len(torch.unique(batch.at)))
     foreseen = sum(size * len(some) for size, some in top.pool.buffers.items())
     assert foreseen == pytest.approx(held, rel=0.03)

@@ -25,7 +25,7 @@ FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-schedule-insns", "-fopenmp-simd", "-shared",
     "-fPIC", "-pthread",
 )  # fmt: skip
-PRODUCTS, FORWARD = ("fp32", "bf16", "int8"), "forward"
+PRODUCTS, FORWARD, BACKWARD = ("fp32", "bf16", "int8"), "forward", "backward"
 TRIAL_TYPES, TRIAL_SHAPES = ("q4_0", "q4_k", "q8_0"), (768, 2048)  # what `engine/trial.py` measures
 TRIALS = [(name, width) for name in TRIAL_TYPES for width in TRIAL_SHAPES]
 GAIN = {"fp32": 1.0, "bf16": 1.05, "int8": 1.1}  # that operands with fewer bits must bring
@@ -72,10 +72,10 @@ def trial_name(products: str, what: str, type_name: str, width: int) -> str:
 def mean_rates(trials: dict[str, float]) -> dict[str, float]:
     """GFLOPS by operands, over all measured products with them; {} where none were measured."""
     rates: dict[str, list[float]] = {}
-    for name, value in trials.items():
-        products, what, *_ = name.split()
-        if what != "error":
-            rates.setdefault(products, []).append(value)
+    for products in PRODUCTS:
+        names = (trial_name(products, what, *of) for what in (FORWARD, BACKWARD) for of in TRIALS)
+        if values := [trials[name] for name in names if name in trials]:
+            rates[products] = values
     return {products: len(values) / sum(1 / value for value in values) for products, values in rates.items()}
 
 
@@ -89,7 +89,7 @@ def fastest_products(threads: int = 0) -> str:
     def seconds(products: str) -> float:
         back = "fp32" if products == "int8" else products
         forward = sum(1 / trials[trial_name(products, FORWARD, *of)] for of in TRIALS)
-        return GAIN[products] * (2 * forward + sum(1 / trials[trial_name(back, "backward", *of)] for of in TRIALS))
+        return GAIN[products] * (2 * forward + sum(1 / trials[trial_name(back, BACKWARD, *of)] for of in TRIALS))
 
     try:
         return min(filter(able.__getitem__, PRODUCTS), key=seconds)

@@ -19,6 +19,7 @@ class Threads {
     // work(piece, thread) for every piece in [0, pieces), on at most `count` threads, this one among them
     template <typename F>
     void share(long pieces, int count, const F &work) {
+        count = std::min(count, MOST);
         if (count < 2 || pieces < 2) {
             for (long piece = 0; piece < pieces; piece++) work(piece, 0);
             return;

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from edgeft.engine import compiled
-from edgeft.engine.compiled import FORWARD, PRODUCTS, TRIAL_SHAPES, TRIAL_TYPES
+from edgeft.engine.compiled import BACKWARD, FORWARD, PRODUCTS, TRIAL_SHAPES, TRIAL_TYPES
 from edgeft.host import device, doctor
 
 TOKENS = 512
@@ -22,7 +22,8 @@ def measured(refresh: bool = False, threads: int | None = None) -> dict[str, flo
     """{name: GFLOPS or error}, as `compiled.trial_name` names them. {}: the kernels cannot be compiled here."""
     if compiled.compiler() is None and not compiled.is_built():
         return {}
-    return doctor.measured_once(device.products_key, _measure, refresh, threads)
+    found = doctor.measured_once(device.products_key, _measure, refresh, threads)
+    return {name: value for name, value in found.items() if len(name.split()) == 4}
 
 
 def gflops(threads: int) -> dict[str, float]:
@@ -63,7 +64,7 @@ def _results() -> Iterator[tuple[str, float]]:
             for products in filter(able.__getitem__, PRODUCTS):
                 options = Product(int8=products == "int8")
                 x = exact.bfloat16() if products == "bf16" else exact
-                for direction in (FORWARD, "backward")[: 1 if options.int8 else 2]:
+                for direction in (FORWARD, BACKWARD)[: 1 if options.int8 else 2]:
                     matrix = weight.T if direction == FORWARD else weight
                     best = _best_s(functools.partial(backend.mm, x, matrix, out, options))
                     rate = round(2e-9 * TOKENS * width**2 / best, 1)

@@ -61,8 +61,8 @@ class _Saved:
 class TopPass:
     """One pass over the blocks from the cut on."""
 
-    def __init__(self, shape: Shape, scheme: Scheme, half: bool, threads: int, recompute: bool) -> None:
-        self.shape, self.scheme, self.half, self.threads = shape, scheme, half, threads
+    def __init__(self, shape: Shape, scheme: Scheme, half: bool, recompute: bool) -> None:
+        self.shape, self.scheme, self.half = shape, scheme, half
         mode = scheme.recompute(recompute)
         self.frugal, self.recompute = mode == "selective", mode == "full"
         self.pool = SimulatedPool()

@@ -240,7 +240,7 @@ def _activations(spec: RunSpec, widest: Pass) -> int:
     """What one pass over the top saves for its backward pass, and its temporary buffers."""
     shape, scheme, recompute = spec.shape, spec.scheme, spec.recipe.how.recompute
     if spec.engine.kernels:
-        return TopPass(shape, scheme, spec.engine.half, spec.engine.threads, recompute).peak_bytes(widest)
+        return TopPass(shape, scheme, spec.engine.half, recompute).peak_bytes(widest)
     tokens = widest.tokens  # here the context is no less work
     # plain torch: q, k, v, the attention output twice (before and after heads are merged), gate, its activation, up,
     # and the input of down

@@ -134,7 +134,7 @@ def _products(trials: dict[str, float]) -> dict[str, str]:
     for name, value in trials.items():
         products, what, type_name, shape = name.split()
         if what == "error":
-            lines[f"  {type_name} {shape}"][-1] += f" ({100 * value:.1g} %)"
+            lines.setdefault(f"  {type_name} {shape}", [products])[-1] += f" ({100 * value:.1g} %)"
         else:
             lines.setdefault(f"  {type_name} {shape}", []).append(f"{products} {what} {value:.0f}")
     return {name: ", ".join(parts) for name, parts in lines.items()}
