@@ -98,7 +98,7 @@ def main() -> None:
     more = {"dev_rows": 4, "distinct": False, "choose": False, "epochs": 1.0, "validations": 1, "peer_lr": 5e-4}
     for key, value in {**more, "memory": None, "answers": False, "out": Path("unused")}.items():
         setattr(args, key, value)
-    args.set.insert(0, f"how.nice={ExecutionConfig().nice}")  # as shipped
+    args.set[:0] = [f"how.nice={ExecutionConfig().nice}", "how.compile=on"]  # as shipped, and in a run of some length
     loads: list[Load | None] = [None, (19, False), (0, False)]
     loads += [(19, True), (0, True)] if args.sessions else []
     found: dict[tuple[str, Load | None], list[float]] = {}
