@@ -68,9 +68,8 @@ llama() {
     -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod+fp16 -DGGML_OPENMP=OFF -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF" \
     "$python" -m pip wheel --no-deps --no-cache-dir --no-binary llama-cpp-python -w "$folder/llama" llama-cpp-python
   "$python" -m pip install -q --target "$folder/tags" wheel
-  cd "$folder/llama"
-  PYTHONPATH=$folder/tags "$python" -m wheel tags --remove --platform-tag manylinux_2_28_aarch64 ./*.whl
-  mv ./*.whl "$folder/wheels"
+  PYTHONPATH=$folder/tags "$python" -m wheel tags --remove --platform-tag manylinux_2_28_aarch64 "$folder"/llama/*.whl
+  mv "$folder"/llama/*.whl "$folder/wheels"
 }
 
 # aarch64 builds of everything, unpacked by this machine's pip
@@ -93,7 +92,7 @@ END
   # shellcheck disable=SC2046
   "$python" "$folder/pip_aarch64.py" install --target "$folder/packages" --only-binary=:all: $(cat "$folder/platforms") --python-version 3.11 \
     --implementation cp --abi cp311 --abi abi3 --abi none --no-compile --find-links "$folder/wheels" \
-    "$(echo "$folder"/edgeft/edgeft-*.whl)[demo]" pytest hypothesis selenium
+    "$(echo "$folder"/edgeft/edgeft-*.whl)[demo]" pytest pytest-xdist hypothesis selenium
   rm -rf "$folder"/packages/edgeft "$folder"/packages/edgeft-*
   mv "$folder/packages" "$root"
 }
@@ -105,7 +104,7 @@ copy() {
   git -C "$repository" ls-files -z | tar -C "$repository" --null -T - -cf - | tar -C "$root/edgeft" -xf -
 }
 
-tests() { board "python3 -m pytest -m 'not slow' -p no:cacheprovider ${TESTS:-}"; }
+tests() { board "python3 -m pytest -v -n $(nproc) --dist loadfile -m 'not slow' -p no:cacheprovider ${TESTS:-}"; }
 
 # The same five steps in float32 on both sides, one file each
 steps="--recipe sparse-rule --until export --threads 2 --set train.steps=5 --set train.batch_rows=4 \
@@ -137,9 +136,9 @@ def losses(run):
     return [event["loss"] for event in events if event["event"] == "step"]
 
 here, there = losses(folder / "run"), losses(folder / "root/run5")
-print("\n| step | loss here | Cortex-A76 | difference |\n| --- | --- | --- | --- |")
+print("\n| step | loss here | Cortex-A76 | relative difference |\n| --- | --- | --- | --- |")
 for step, (x, y) in enumerate(zip(here, there, strict=True), 1):
-    print(f"| {step} | {x:.6f} | {y:.6f} | {abs(x - y):.1e} |")
+    print(f"| {step} | {x:.6f} | {y:.6f} | {abs(x - y) / x:.1e} |")
 print("\nexported files asked on both sides: the same answers")
 tests = folder / "tests.log"
 print("fast tests: " + (tests.read_text().splitlines()[-1] if tests.is_file() else "not run"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from edgeft import arch
 from edgeft.arch.base import Linear, Norm, Scales
+from edgeft.arch.check import read_config
 from edgeft.config import TENSORS, UpdateConfig
 from edgeft.data.forest import Forest
 from edgeft.data.rows import Row
@@ -26,6 +28,36 @@ from edgeft.methods import scheme as schemes
 from edgeft.plan.shape import shape_of
 
 families = pytest.mark.parametrize("family", arch.ARCHITECTURES, ids=lambda family: family.name)
+
+
+# what the configurations of these have beside the common keys; scales are the same in float32
+GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64, "layer_types": ["sliding_attention"] * 2}
+SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.25, "logits_scaling": 4.0}
+OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        **GEMMA,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "granite": {**SCALES, "attention_multiplier": 0.125},
+    "minicpm": {**SCALES, "attention_multiplier": 32**-0.5},
+    "smollm3": {"no_rope_layers": [1, 1]},
+    "phi3": {"original_max_position_embeddings": 256, "sliding_window": None},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+}
+
+
+def family_config(family: arch.Architecture, **more: Any) -> SimpleNamespace:
+    """A configuration of its own keys, as a GGUF header gives them back."""
+    config = small_config(**OWN.get(family.name, {}) | more)
+    if family.partial_rotation:
+        config.rope_parameters = config.rope_parameters | {"partial_rotary_factor": 1.0}
+    if family.rotation(config, 0):
+        local = {"rope_type": "default", "rope_theta": 10000.0}
+        config.rope_parameters = {"full_attention": config.rope_parameters, "sliding_attention": local}
+    return config
 
 
 def small_config(**more: Any) -> SimpleNamespace:
@@ -82,7 +114,9 @@ def test_an_architecture_states_everything(family: arch.Architecture) -> None:
     flagged = {tensor for _, tensors in family.bias_flags for tensor in tensors}
     assert {*family.biases, *family.interleaved, *flagged} <= set(family.linears)
     names = [*family.linears.values(), *family.norms]
-    assert len({part.path for part in names}) == len({part.gguf for part in names}) == len(names)
+    assert len({part.path for part in names}) == len(names)
+    stored = [*{linear.stored for linear in family.linears.values()}, *(norm.path for norm in family.norms)]
+    assert len({part.gguf for part in names}) == len(stored)
     assert arch.get(family.name) is family
     assert all(arch.of_model_type(kind) is family for kind in family.model_types)
 
@@ -90,13 +124,15 @@ def test_an_architecture_states_everything(family: arch.Architecture) -> None:
 @families
 @pytest.mark.parametrize("rope", ["default", "linear", "yarn"])
 def test_a_header_reads_back(family: arch.Architecture, rope: str, tmp_path: Path) -> None:
+    if rope not in family.rope_types:
+        pytest.skip("llama.cpp computes this one otherwise")
     parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 50000.0}
     parameters |= {} if rope == "default" else {"factor": 4.0}
     parameters |= {"original_max_position_embeddings": 64} if rope == "yarn" else {}
-    config = small_config(rope_parameters=parameters, tie_word_embeddings=rope == "default")
+    config = family_config(family, rope_parameters=parameters, tie_word_embeddings=rope == "default")
     gguf = write_model(family, config, tmp_path / "model.gguf")
     assert arch.of_gguf(gguf) is family
-    assert family.values(gguf) == vars(config) | {"attn_implementation": "sdpa"}
+    assert family.values(gguf) == vars(config) | {"attn_implementation": "eager", "pad_token_id": None}
     shape = shape_of(str(gguf.path), "auto")
     assert (shape.arch, vars(family.sizes(config)).items() <= vars(shape).items()) == (family, True)
 
@@ -106,18 +142,19 @@ def test_its_names_are_those_of_transformers(family: arch.Architecture) -> None:
     import torch
     import transformers
 
-    small = small_config()
-    config = getattr(transformers, family.config_class)(**vars(small))
-    assert config.model_type == family.model_types[0]
+    small = family_config(family)
+    config = getattr(transformers, family.config_class)(**vars(small) | {"pad_token_id": None})
+    assert arch.of_model_type(config.model_type).config_class == family.config_class
     with torch.device("meta"):
         model = getattr(transformers, family.model_class)(config)
     sizes, block = family.sizes(config), model.model.layers[0]
     assert sizes == family.sizes(small)
     for linear in family.linears.values():
-        assert tuple(block.get_submodule(linear.path).weight.shape) == linear.shape(sizes)
+        shape = family.stored_shapes(sizes)[linear.gguf]
+        assert tuple(block.get_submodule(linear.stored).weight.shape) == shape
     for norm in family.norms:
         assert tuple(block.get_submodule(norm.path).weight.shape) == (norm.size(sizes),)
-    kinds = {linear.path for linear in family.linears.values()} | {norm.path for norm in family.norms}
+    kinds = {linear.stored for linear in family.linears.values()} | {norm.path for norm in family.norms}
     assert {name.rpartition(".")[0] for name, _ in block.named_parameters()} == kinds  # and no others
 
 
@@ -227,3 +264,45 @@ def test_a_new_architecture_is_one_file(tmp_path: Path, monkeypatch: pytest.Monk
     old["blk.1.attn_qkv.weight"][128:192] += 1.0
     old["blk.1.k_norm.weight"] += 1.0
     assert all(np.allclose(new[name], old[name], atol=1e-6) for name in old)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("gemma4", "gemma"), ("qwen3moe", "qwen3"), ("olmo3", "olmo2"), ("lfm2", ""), (7, "")]
+)
+def test_an_unknown_one_is_refused_with_the_nearest_and_the_page(name: object, nearest: str) -> None:
+    with pytest.raises(ModelError, match=f"`{name}`, which is not supported") as refused:
+        arch.of_model_type(name)
+    hint = refused.value.hint
+    assert f"the nearest that is known: `{nearest}" in hint
+    assert arch.PAGE in hint
+    assert (Path(__file__).parents[1] / arch.PAGE).is_file()
+    for unsupported in ("mixtures of experts", "lfm2", "qwen3.5"):
+        assert unsupported in hint
+
+
+@families
+def test_no_number_of_a_header_is_trusted(family: arch.Architecture, tmp_path: Path) -> None:
+    """Each key in turn replaced: read as a plausible number, or refused."""
+    file = write_model(family, family_config(family), tmp_path / "model.gguf")
+    tensors = [file.unchanged(name) for name in file.tensors]
+    refused = 0
+    for key in [key for key in file.records if key.startswith(family.name)]:
+        for kind, value in ((UINT32, 0), (UINT32, 2**32 - 1), (FLOAT32, float("nan")), (FLOAT32, -1.0), (STRING, "x")):
+            records = [encode_record(one, kind, value) if one == key else file.record(one) for one in file.records]
+            with (tmp_path / "broken.gguf").open("wb") as out:
+                write(out, records, tensors)
+            try:
+                family.values(GGUF.open(tmp_path / "broken.gguf"))
+            except ModelError:
+                refused += 1
+    assert refused > 20
+
+
+@pytest.mark.parametrize(
+    "change", [{"layer_types": ["sliding_attention"]}, {"sliding_window": "x"}, {"rope_parameters": 7}]
+)
+def test_a_configuration_that_leaves_blocks_open_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    values = vars(family_config(arch.get("gemma3"))) | {"model_type": "gemma3_text", **change}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_config(tmp_path)

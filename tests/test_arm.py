@@ -73,8 +73,8 @@ def test_products(board: CortexA76, here: Any, kind: int) -> None:
     for name in ("q4_0", "q4_1", "q4_k", "q6_k", "q8_0", None):
         results.append(emulated.product(calls, kind, 41, 70, 768, name, True, THREADS))
         results.append(emulated.product(calls, kind, 7, 261, 256, name, True, THREADS))
-        if kind != INT8:
-            results.append(emulated.product(calls, kind, 41, 256, 70, name, False, THREADS))
+        depth = 96 if kind == INT8 else 70
+        results.append(emulated.product(calls, kind, 41, 256, depth, name, False, THREADS))
     for got, want in both(board, here, calls, *results):
         assert near(got, want) < 1e-5
         assert np.linalg.norm(want) > 1
@@ -101,26 +101,29 @@ def test_norms_and_gates(board: CortexA76, here: Any) -> None:
     rows, width = 9, 70
     calls, results = Calls(), []
     x, more, dy, weight = (calls.buffer(numbers(rows, width, seed=seed)) for seed in range(4))
-    total, y, dx, out = (calls.buffer(np.zeros((rows, width), np.float32)) for _ in range(4))
+    total, y, dx = (calls.buffer(np.zeros((rows, width), np.float32)) for _ in range(3))
     scale = calls.buffer(np.zeros(rows, np.float32))
     shape = rows, width, THREADS
     calls.call("norm", x, more, weight, 1e-5, total, y, scale, *shape)
     calls.call("norm_back", total, scale, weight, dy, more, dx, *shape)
-    calls.call("swiglu", x, more, out, rows * width, THREADS)
-    results += [total, y, dx, out]
-    gate, up, act = (calls.buffer(numbers(rows, width, seed=seed)) for seed in (5, 6, 7))
-    calls.call("swiglu_back", gate, up, dy, act, rows * width, THREADS)
-    results += [gate, up, act]
+    results += [total, y, dx]
+    for name in ("swiglu", "geglu"):
+        out = calls.buffer(np.zeros((rows, width), np.float32))
+        calls.call(name, x, more, out, rows * width, THREADS)
+        gate, up, act = (calls.buffer(numbers(rows, width, seed=seed)) for seed in (5, 6, 7))
+        calls.call(f"{name}_back", gate, up, dy, act, rows * width, THREADS)
+        results += [out, gate, up, act]
     for got, want in both(board, here, calls, *results):
         assert near(got, want) < 1e-5
 
 
-def test_attention(board: CortexA76, here: Any) -> None:
-    tree, calls = Tree(forest_parents("passages")), Calls()
-    heads, length = Heads(6, 2, 16, 0.25), len(tree.size)
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (50, 2.0)])
+def test_attention(board: CortexA76, here: Any, window: int, cap: float) -> None:
+    tree, calls = Tree(forest_parents("passages")).within(window), Calls()
+    heads, length = Heads(6, 2, 16, 0.25, cap), len(tree.size)
     plan = kernels.KernelPlan(tree, heads, None, 2)
     arrays = [calls.buffer(array) for array in plan._arrays]
-    table = kernels._Tree(*[None] * len(arrays), plan.lists)
+    table = kernels._Tree(*[None] * len(arrays), plan.lists, tree.window)
     described = calls.buffer(table, {8 * i: array for i, array in enumerate(arrays)})
     shape = calls.buffer(kernels._Heads(*astuple(heads)))
     q, k, v, dout = (calls.buffer(numbers(length, 16 * n, seed=n)) for n in (6, 2, 2, 6))

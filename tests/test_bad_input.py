@@ -66,7 +66,7 @@ CASES: list[Case] = [
         "model of another kind",
         lambda t, m: ["--model", rows(t / "g.gguf", other_architecture(m))],
         5,
-        "llama, qwen2, qwen3",
+        "the nearest that is known: `gemma",
     ),
     ("model folder without weights", lambda t, m: ["--model", str(empty(t / "hf")), "--until", "train"], 5, "hf"),
     ("nf4 for a packed file", lambda t, m: ["--set", "model.frozen=nf4", "--until", "train"], 5, "packed already"),

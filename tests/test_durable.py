@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import math
 import os
@@ -33,18 +32,10 @@ from edgeft.train import build, checkpoint, loop, trunk
 from edgeft.train.totals import Remaining
 from tests.conftest import Edgeft
 from tests.support.rows import random_row
-from tests.support.runs import THREE_BLOCKS, Lines, start
+from tests.support.runs import THREE_BLOCKS, Lines, again, start
 from tests.support.runs import last_checkpoint as last
 
 HARNESS = Path(__file__).parent / "harness"
-
-
-def again(run: Run) -> Run:
-    """As another process would open it."""
-    if run._lock is not None:
-        run._lock.close()
-    gc.collect()  # a trainer that is done with holds its run, and so the lock
-    return Run.start(run.path, Run.open(run.path).recipe, True)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import struct
 import subprocess
@@ -106,6 +107,19 @@ def test_the_key_follows_the_processor_and_the_options(monkeypatch: pytest.Monke
     assert setup_wheels.build_key([*features, "#define __ARM_FEATURE_DOTPROD 1"]) != key
     monkeypatch.setenv("CMAKE_ARGS", "-DGGML_BLAS=ON")
     assert setup_wheels.build_key(features) != key
+
+
+def test_llama_cpp_is_compiled_without_amx() -> None:
+    (option,) = re.findall(r"add_compile_options\((.*)\)", setup_wheels.LEAN_CMAKE)
+    call = [*setup_wheels.compiler(), "-dM", "-E", "-x", "c++", os.devnull]
+    if subprocess.run([*call, "-march=sapphirerapids"], capture_output=True).returncode:
+        pytest.skip("this compiler knows no processor with AMX")
+    macros = [
+        subprocess.run([*call, "-march=sapphirerapids", *more], capture_output=True, text=True, check=True).stdout
+        for more in ([], [option])
+    ]
+    assert "__AMX_INT8__" in macros[0]
+    assert "__AMX_INT8__" not in macros[1]
 
 
 def test_a_wheel_that_was_cut_short_is_not_whole(tmp_path: Path) -> None:

@@ -103,6 +103,12 @@ def test_shapes_are_those_of_the_models() -> None:
     assert sizes["llama3-8b"] == 8_030_261_248
     assert sizes["llama3.2-3b"] == 3_212_749_824
     assert sizes["tinyllama"] == 1_100_048_384
+    assert sizes["mistral-7b"] == 7_248_023_552
+    assert sizes["qwen3-0.6b"] == 596_049_920
+    assert sizes["gemma3-270m"] == 268_098_176
+    assert sizes["gemma3-1b"] == 999_885_952
+    assert sizes["phi3-mini"] == 3_821_079_552
+    assert sizes["exaone4-1.2b"] == 1_279_391_488
 
 
 # ---------------------------------------------------------------- weights that are not in memory

@@ -113,6 +113,36 @@ def test_bytes_are_near(name: str, size: tuple[int, int, int]) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("size", [(1, 32, 256), (41, 96, 768), (250, 320, 512)], ids=str)
+def test_gradients_in_bytes_are_near(name: str, size: tuple[int, int, int]) -> None:
+    """The gradient of an input: the weight is the other way round, and its groups run along its outputs."""
+    backend, (rows, outputs, inputs) = kernels.load(), size
+    matrix, exact = packed(name, outputs, inputs, order=True)
+    torch.manual_seed(0)
+    dy = torch.randn(rows, outputs) * 1e-6
+    dy[:, 3] *= 20
+    want = dy.double() @ exact.double()
+    got = backend.mm(dy, matrix, options=Product(int8=True))
+    assert 1e-4 < near(got, want) < 0.04
+    total = torch.ones(rows, inputs)
+    backend.mm(dy, matrix, total, Product(int8=True, add=True))
+    assert torch.equal(total, got + 1)
+    assert bool((backend.mm(torch.zeros_like(dy), matrix, options=Product(int8=True)) == 0).all())
+
+
+@needs_kernels
+def test_weights_of_one_size_are_bytes_both_ways() -> None:
+    """Groups whose largest number is a power of two times 127 lose nothing in this direction, either."""
+    random = np.random.default_rng(3)
+    w = random.integers(-127, 128, (96, 70)).astype(np.float32)
+    w[::32], dy = 127, torch.from_numpy(random.integers(-127, 128, (41, 96))).float()
+    dy[:, ::32] = 127
+    exact = torch.from_numpy(w)
+    assert near(kernels.load().mm(dy, exact, options=Product(int8=True)), dy.double() @ exact.double()) < 1e-6
+
+
+@needs_kernels
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "q4_k"])
 def test_weights_that_are_bytes_lose_nothing(name: str) -> None:
     """Nor do whole numbers up to 127 on the other side."""
@@ -131,13 +161,15 @@ def test_a_depth_that_is_no_whole_number_of_groups_stays_in_float32() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("options", [Product(), Product(int8=True)], ids=["fp32", "int8"])
-def test_a_product_is_the_same_whatever_the_threads(options: Product) -> None:
-    matrix, _ = packed("q4_k", 1000, 512)
-    x, before, found = torch.randn(333, 512), kernels.load().threads, []
+@pytest.mark.parametrize("turned", [True, False], ids=["forward", "backward"])
+def test_a_product_is_the_same_whatever_the_threads(options: Product, turned: bool) -> None:
+    weight, _ = packed("q4_k", 1024, 512)
+    matrix = weight.T if turned else weight
+    x, before, found = torch.randn(333, matrix.shape[0]), kernels.load().threads, []
     try:
         for threads in (1, 2, 5, 2):
             kernels.load().use_threads(threads)
-            found.append(kernels.load().mm(x, matrix.T, options=options).clone())
+            found.append(kernels.load().mm(x, matrix, options=options).clone())
     finally:
         kernels.load().use_threads(before)
     assert all(torch.equal(found[0], other) for other in found[1:])

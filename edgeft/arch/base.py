@@ -11,12 +11,14 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from edgeft.errors import ExportError, ModelError
+from edgeft.formats.source import read_json_file
 
 if TYPE_CHECKING:
     from edgeft.formats.gguf import GGUF
@@ -46,8 +48,11 @@ def _odd(gguf: GGUF, key: str, value: object) -> ModelError:
     return ModelError(f"{gguf.path.name}: {gguf.arch}.{key} is {str(value)[:80]}, which is not supported", AGAIN)
 
 
-def read_rope(gguf: GGUF, head: int) -> dict[str, Any]:
-    """transformers' rope parameters; frequency factors in the file (LLaMA 3) are applied when it is loaded."""
+def read_rope(gguf: GGUF, head: int, partial: bool = False) -> dict[str, Any]:
+    """transformers' rope parameters; frequency factors in the file (LLaMA 3) are applied when it is loaded.
+
+    partial: only the first values of each head may be rotated.
+    """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": real(gguf, "rope.freq_base", 10000.0)}
     kind = gguf.get("rope.scaling.type", "none")
     if kind == "linear":
@@ -60,14 +65,30 @@ def read_rope(gguf: GGUF, head: int) -> dict[str, Any]:
         }
     elif kind != "none":
         raise ModelError(f"{gguf.path.name} has the rope scaling `{str(kind)[:40]}`, which is not supported")
-    if gguf.get("rope.dimension_count", head) != head:
-        raise ModelError(f"{gguf.path.name} rotates only a part of each head, which is not supported")
-    return rope
+    turned = whole(gguf, "rope.dimension_count", head, low=2)  # values of a head
+    if turned > head or turned % 2 or (turned != head and not partial):
+        what = f"rotates only a part of each head ({turned} of {head} values), which is not supported"
+        raise ModelError(f"{gguf.path.name} {what}")
+    return rope if turned == head else rope | {"partial_rotary_factor": turned / head}
 
 
 def plain_rotation(values: dict[str, Any]) -> bool:
     """A rotation that edgeft computes itself; others are left to transformers."""
-    return values["rope_parameters"]["rope_type"] in ("default", "linear")
+    rope = values["rope_parameters"]
+    every = [rope] if "rope_type" in rope else rope.values()
+    return all(one["rope_type"] in ("default", "linear", "longrope") for one in every)
+
+
+def read_hf_values(folder: Path) -> dict[str, Any]:
+    """Of a configuration for which transformers has no class: what a class of it may be given."""
+    values = read_json_file(folder / "config.json")
+    unread = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype")
+    return {key: value for key, value in values.items() if key not in unread}
+
+
+def window_by_type(config: Any, block: int) -> int:
+    """`Architecture.window` where transformers' configuration names the type of each block."""
+    return int(config.sliding_window) if config.layer_types[block] == "sliding_attention" else 0
 
 
 _NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -88,10 +109,24 @@ class Sizes:
 class Linear:
     """One of the seven linears that engine, recipes and planner know, and where files hold it."""
 
-    path: str  # module inside a transformers block
+    path: str  # module inside a block; of a shared tensor: below the module that transformers has in their place
     gguf: str  # name inside a GGUF block
     shape: Callable[[Sizes], tuple[int, int]]  # (outputs, inputs)
-    first_row: Callable[[Sizes], int] | None = None  # in a GGUF tensor that several linears share; None: has its own
+    first_row: Callable[[Sizes], int] | None = None  # in a tensor that several linears share; None: has its own
+
+    @property
+    def stored(self) -> str:
+        """The module as Hugging Face folders name it."""
+        return self.path if self.first_row is None else self.path.rpartition(".")[0]
+
+    @property
+    def shared(self) -> bool:
+        return self.first_row is not None
+
+    def rows(self, sizes: Sizes) -> slice:
+        """Of the stored tensor."""
+        first = 0 if self.first_row is None else self.first_row(sizes)
+        return slice(first, first + self.shape(sizes)[0])
 
 
 @dataclass(frozen=True)
@@ -104,19 +139,24 @@ class Norm:
     # q, k: over each head; final: before the head
     place: str
     offset: float = 0.0
+    whole: bool = False  # q, k: over all heads together
 
     def size(self, sizes: Sizes) -> int:
+        if self.whole:
+            return sizes.query if self.place == "q" else sizes.key
         return sizes.head if self.place in ("q", "k") else sizes.width
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Constant factors."""
+    """Constant factors; and caps c, by which x becomes c · tanh(x / c), 0 for none."""
 
     embedding: float = 1.0
     residual: float = 1.0  # of what attention and feed-forward add to the residual stream
     logits: float = 1.0
     scores: float | None = None  # of attention; None: 1 / √head width
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
 
 
 class Architecture:
@@ -144,10 +184,34 @@ class Architecture:
     bias_flags: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()  # (key of config.json, linears that it is for)
     interleaved: ClassVar[tuple[str, ...]] = ()  # linears whose rows GGUF files hold in the order of `row_order`
     rope_types: ClassVar[tuple[str, ...]] = ("default", "linear", "llama3", "yarn")  # which llama.cpp computes alike
-    gate: ClassVar[str] = "silu"
+    gate: ClassVar[str] = "silu"  # the activation between gate and up, as transformers names it
+    partial_rotation: ClassVar[bool] = False  # files may rotate only the first values of each head
+    neighbours: ClassVar[bool] = False  # transformers, too, rotates neighbours and not halves of a head
+
+    # (how a Hugging Face folder names a tensor, how transformers would), replaced in this order, where they differ
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+    def hf_config(self, folder: Path) -> Any:
+        """transformers' configuration of a Hugging Face folder."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
 
     def scales(self, config: Any) -> Scales:
         return Scales()
+
+    def window(self, config: Any, block: int) -> int:
+        """Tokens that one sees, itself the last of them; 0: all before it."""
+        return 0
+
+    def rotation(self, config: Any, block: int) -> str | None:
+        """The key in `rope_parameters` of this block's rotation; "": all blocks have the same; None: it has none."""
+        return ""
+
+    def rope(self, config: Any) -> dict[str, Any]:
+        """The rope parameters, or those of blocks without a window where these have their own."""
+        parameters: dict[str, Any] = config.rope_parameters
+        return parameters if "rope_type" in parameters else parameters["full_attention"]
 
     def norm_at(self, place: str) -> Norm | None:
         return next((norm for norm in self.norms if norm.place == place), None)
@@ -167,12 +231,17 @@ class Architecture:
         )
 
     def stored_shapes(self, sizes: Sizes) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of a block's GGUF tensors; linears that share one are rows of it."""
+        """(outputs, inputs) of a block's GGUF tensors; linears that share one are rows of it, in Hugging Face folders
+        as in GGUF files."""
         shapes: dict[str, tuple[int, int]] = {}
         for linear in self.linears.values():
             outputs, inputs = linear.shape(sizes)
             shapes[linear.gguf] = (shapes.get(linear.gguf, (0, 0))[0] + outputs, inputs)
         return shapes
+
+    def factors(self, config: Any) -> dict[str, list[float]]:
+        """Tensors of a GGUF file that a configuration holds as numbers."""
+        return {}
 
     def row_order(self, tensor: str, sizes: Sizes) -> np.ndarray | None:
         """Rows in a GGUF file → their order in transformers, which rotates halves of a head and not neighbours."""
@@ -218,9 +287,10 @@ class Architecture:
             "vocab_size": gguf.tensors["token_embd.weight"].shape[-1],
             "rms_norm_eps": real(gguf, "attention.layer_norm_rms_epsilon"),
             "max_position_embeddings": whole(gguf, "context_length", 2048),
-            "rope_parameters": read_rope(gguf, head),
+            "rope_parameters": read_rope(gguf, head, self.partial_rotation),
             "tie_word_embeddings": "output.weight" not in gguf.tensors,
-            "attn_implementation": "sdpa",
+            "pad_token_id": None,  # some configurations name one beyond a small vocabulary
+            "attn_implementation": "eager",
         }
         for name in ("bos", "eos"):
             token = gguf.get_key(f"tokenizer.ggml.{name}_token_id")
@@ -235,7 +305,7 @@ class Architecture:
 
     def header(self, config: Any) -> dict[str, str | int | float]:
         """The keys of a GGUF header for a transformers configuration; an int is a UINT32, a float a FLOAT32."""
-        sizes, rope = self.sizes(config), config.rope_parameters
+        sizes, rope = self.sizes(config), self.rope(config)
         keys: dict[str, str | int | float] = {
             "block_count": sizes.depth,
             "context_length": config.max_position_embeddings,
@@ -245,7 +315,7 @@ class Architecture:
             "attention.head_count_kv": sizes.key // sizes.head,
             "attention.key_length": sizes.head,
             "attention.value_length": sizes.head,
-            "rope.dimension_count": sizes.head,
+            "rope.dimension_count": int(sizes.head * rope.get("partial_rotary_factor", 1.0)),
             "vocab_size": sizes.vocabulary,
             "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
             "rope.freq_base": float(rope["rope_theta"]),

@@ -5,6 +5,7 @@ llama.cpp aborts on some headers and reads past the end on others: it is given o
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,16 @@ def check_frozen(path: str | Path, frozen: str) -> None:
         raise ModelError(what, "use `--set model.frozen=auto` (as packed in the file) or `dense`")
 
 
+MOST_BLOCKS = 10_000  # something of each is looked at before its weights are
+
+
 def read_config(folder: Path) -> tuple[Architecture, Any]:
     """A model that can be trained and exported: its architecture, and transformers' configuration."""
-    from transformers import AutoConfig
-
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json", "give the folder that transformers' save_pretrained wrote")
     try:
         architecture = of_model_type(read_json_file(folder / "config.json").get("model_type"), folder)
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        config = architecture.hf_config(folder)
     except ModelError:
         raise
     except Exception as error:  # transformers checks the values with many kinds of exception
@@ -59,10 +61,30 @@ def read_config(folder: Path) -> tuple[Architecture, Any]:
         hint = "use the original weights with `--set model.frozen=nf4`, or a GGUF file"
         raise ModelError(f"{folder} holds weights that are quantised already", hint)
     _check_numbers(config, folder)
-    rope = config.rope_parameters["rope_type"]
+    _check_blocks(architecture, config, folder)
+    gate = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", architecture.gate)
+    if gate != architecture.gate:
+        raise ModelError(f"{folder} has the activation `{gate}`; llama.cpp computes `{architecture.gate}` in its place")
+    rope = architecture.rope(config)["rope_type"]
     if rope not in architecture.rope_types:
         raise ModelError(f"{folder} has the rope scaling `{rope}`", f"supported: {', '.join(architecture.rope_types)}")
     return architecture, config
+
+
+def _check_blocks(architecture: Architecture, config: Any, folder: Path) -> None:
+    """What the architecture reads of every block is there."""
+    try:
+        parameters, scales = config.rope_parameters, architecture.scales(config)
+        for block in range(config.num_hidden_layers):
+            kind = architecture.rotation(config, block)
+            whole = type(architecture.window(config, block)) is int and "rope_type" in architecture.rope(config)
+            if not whole or (kind and "rope_theta" not in parameters[kind]):
+                raise ValueError
+        if not all(scale is None or 0 <= scale < math.inf for scale in vars(scales).values()):
+            raise ValueError
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
+        hint = "download or copy it again"
+        raise ModelError(f"{folder / 'config.json'} does not say how every block is computed", hint) from None
 
 
 def _check_numbers(config: Any, folder: Path) -> None:
@@ -71,7 +93,7 @@ def _check_numbers(config: Any, folder: Path) -> None:
     sizes = {name: getattr(config, name, None) for name in (*names, "max_position_embeddings")}
     sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or sizes["num_attention_heads"]
     for name, value in sizes.items():
-        if type(value) is not int or not 0 < value <= LARGEST:
+        if type(value) is not int or not 0 < value <= (MOST_BLOCKS if name == "num_hidden_layers" else LARGEST):
             raise ModelError(f"{folder} has the {name} {str(value)[:40]}", "download or copy it again")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if type(head) is not int or head < 2 or head % 2 or config.num_attention_heads % sizes["num_key_value_heads"]:

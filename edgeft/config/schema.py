@@ -189,8 +189,8 @@ class ExecutionConfig:
     threads: int = knob(0, "compute threads; 0 = all cores", low=0)
     products: str = knob(
         "auto",
-        "operand type of the kernels' GEMMs; int8: of frozen weights in the forward pass; auto: bf16 where the "
-        "processor has instructions for it, else int8 where it has those, else fp32",
+        "operand type of the kernels' GEMMs; int8: of those with packed weights, gradients included; auto: bf16 where "
+        "the processor has instructions for it, else int8 where it has those, else fp32",
         choices=("auto", "fp32", "bf16", "int8"),
     )
     nice: int = knob(

@@ -5,6 +5,8 @@ Tokens are in depth-first order, so that a subtree is a range.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -53,7 +55,30 @@ class Tree:
         self.live = None if live is None else np.flatnonzero(live)  # tokens through which gradients pass; None: all
         self.context = np.flatnonzero([] if live is None else ~live)  # the others, none of which sees a live one
         self.pieces: list[Piece] = []
+        self.window = 0  # see `within`
         self._split(0, len(size), [])
+
+    @cached_property
+    def depth(self) -> np.ndarray:
+        """(T,) how many tokens are above each, which is its position in a row."""
+        tokens = np.arange(len(self.size))
+        steps = np.zeros(len(self.size) + 1, np.int64)
+        np.add.at(steps, tokens + 1, 1)
+        np.add.at(steps, tokens + self.size, -1)
+        depth: np.ndarray = np.cumsum(steps)[:-1]
+        return depth
+
+    def within(self, window: int) -> Tree:
+        """The same tokens, of which each sees itself and the `window` - 1 before it in its row; 0: all before it."""
+        if not window or window > self.depth.max(initial=0):
+            return self
+        tree = copy.copy(self)
+        tree.window = window
+        tree.pieces = []
+        for piece in self.pieces:
+            nearest = self.depth[piece.start : piece.stop].min(initial=len(self.size)) - window
+            tree._add(piece.start, piece.stop, piece.above[self.depth[piece.above] > nearest])
+        return tree
 
     def context_tree(self) -> Tree:
         """The context alone."""
@@ -90,12 +115,14 @@ class Tree:
         if begin < stop:
             self._add(begin, stop, above)
 
-    def _add(self, start: int, stop: int, above: list[int]) -> None:
+    def _add(self, start: int, stop: int, above: Sequence[int] | np.ndarray) -> None:
         self.pieces.append(Piece(self, start, stop, np.array(above, np.int64)))
 
     def sees(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """(Q, K): a key is seen by its own subtree."""
+        """(Q, K): a key is seen by its own subtree, or by what of it lies within the window."""
         below: np.ndarray = (keys <= queries[:, None]) & (queries[:, None] < keys + self.size[keys])
+        if self.window:
+            below &= self.depth[keys] > self.depth[queries][:, None] - self.window
         return below
 
     def dense(self) -> np.ndarray:

@@ -25,6 +25,7 @@ class Heads:
     key: int
     width: int
     scale: float  # of the scores
+    cap: float = 0.0  # they become cap · tanh(scores / cap); 0: they stay
 
 
 class AttentionPlan:
@@ -43,11 +44,17 @@ class AttentionPlan:
                 yield span, torch.from_numpy(piece.keys), torch.from_numpy(blocked)
 
 
-def _weights(q: Tensor, k: Tensor, blocked: Tensor, scale: float) -> Tensor:
-    """softmax(scale · q kᵀ): q (G, g·Q, d), k (G, K, d) → (G, g·Q, K), for G key heads with g query heads each."""
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
+def _weights(q: Tensor, k: Tensor, blocked: Tensor, heads: Heads) -> tuple[Tensor, Tensor | None]:
+    """softmax(scale · q kᵀ): q (G, g·Q, d), k (G, K, d) → (G, g·Q, K), for G key heads with g query heads each; and,
+    where scores are capped, the derivative of that."""
+    scores = torch.bmm(q, k.transpose(1, 2)).mul_(heads.scale)
+    slope = None
+    if heads.cap:
+        share = scores.div_(heads.cap).tanh_()
+        slope = 1 - share.square()
+        scores = share.mul_(heads.cap)
     scores.view(len(k), -1, *blocked.shape).masked_fill_(blocked, -torch.inf)
-    return torch.softmax(scores, -1)
+    return torch.softmax(scores, -1), slope
 
 
 def tree_attention(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -58,7 +65,7 @@ def tree_attention(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Tens
     out = torch.empty(groups, heads // groups, length, width)
     for span, keys, blocked in plan.pieces():
         part = grouped[:, :, span].reshape(groups, -1, width)
-        weights = _weights(part, k[:, keys], blocked, plan.heads.scale)
+        weights, _ = _weights(part, k[:, keys], blocked, plan.heads)
         out[:, :, span] = torch.bmm(weights, v[:, keys]).view(groups, -1, len(blocked), width)
     return out.view(heads, length, width)
 
@@ -75,10 +82,12 @@ def tree_attention_back(plan: AttentionPlan, saved: tuple[Tensor, ...], dout: Te
     for span, seen, blocked in plan.pieces():
         part, dpart = (t[:, :, span].reshape(groups, -1, width) for t in (grouped, dgrouped))
         keys, values = k[:, seen], v[:, seen]
-        weights = _weights(part, keys, blocked, plan.heads.scale)
+        weights, slope = _weights(part, keys, blocked, plan.heads)
         dv.index_add_(1, seen, torch.bmm(weights.transpose(1, 2), dpart))
         dscores = torch.bmm(dpart, values.transpose(1, 2)).sub_(rows[:, :, span].reshape(groups, -1, 1))
         dscores.mul_(weights).mul_(plan.heads.scale)
+        if slope is not None:
+            dscores.mul_(slope)
         dq[:, :, span] = torch.bmm(dscores, keys).view(groups, -1, len(blocked), width)
         dk.index_add_(1, seen, torch.bmm(dscores.transpose(1, 2), part))
     dk[:, plan.tree.context], dv[:, plan.tree.context] = 0, 0  # no gradient passes there
@@ -101,17 +110,30 @@ class _TreeAttention(torch.autograd.Function):
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **more: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: (1, H, T, d) → (1, T, H, d). A plain mask goes to its own function."""
+    """transformers' attention interface: (1, H, T, d) → (1, T, H, d). A plain mask goes to its own function.
+
+    `sliding_window` is not read: windows are in the tree or in the mask, and are those of llama.cpp.
+    """
+    scale, cap = more.get("scaling") or query.shape[-1] ** -0.5, more.get("softcap") or 0.0
     if not isinstance(attention_mask, Tree):
+        if cap:
+            return _capped(query, key, value, attention_mask, scale, cap), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **more)
         return plain
-    scale = more.get("scaling") or query.shape[-1] ** -0.5
     q, k, v = (t[0].contiguous() for t in (query, key, value))
-    plan = AttentionPlan(attention_mask, Heads(len(q), len(k), q.shape[-1], scale))
+    plan = AttentionPlan(attention_mask, Heads(len(q), len(k), q.shape[-1], scale, cap))
     out: Tensor = _TreeAttention.apply(q, k, v, plan)
     return out.transpose(0, 1).contiguous()[None], None
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
+    """q (B, H, T, d), k and v (B, G, S, d), mask (B, 1, T, S) → (B, T, H, d)."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = cap * torch.tanh(scale / cap * q @ k.transpose(2, 3))
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return (weights @ v).transpose(1, 2).contiguous()
 
 
 def register() -> str:

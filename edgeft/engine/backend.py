@@ -6,6 +6,7 @@ above calls these methods, and plain torch operations on the tensors they return
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +45,17 @@ class Moments:
     first: Tensor
     second: Tensor
     scales: Tensor | None = None
+
+
+class Angles(NamedTuple):
+    """By which rows are rotated: cosines and sines (T, turned), in two equal halves; the rest of a head stays."""
+
+    cosines: Tensor
+    sines: Tensor
+    neighbours: bool = False  # an angle turns neighbours instead of two numbers half of `turned` apart
+
+    def of(self, rows: Tensor) -> Angles:
+        return Angles(self.cosines[rows], self.sines[rows], self.neighbours)
 
 
 Matrix = Any  # a tensor, or a weight that products unpack: engine.packed.Packed or its transpose
@@ -125,47 +137,66 @@ class Backend:
         """x + y, float32, in a pooled buffer."""
         return torch.add(x, y, out=self.memory.pool.like(x))
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits (n, vocabulary), targets (n,) → the sum of the losses, float64; logits become their gradients."""
+    def cap_(self, logits: Tensor, cap: float) -> None:
+        """logits (n, vocabulary) become cap · tanh(logits / cap)."""
+        logits.div_(cap).tanh_().mul_(cap)
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, cap: float = 0.0) -> Tensor:
+        """logits (n, vocabulary), targets (n,) → the sum of the losses, float64; logits become their gradients.
+
+        cap: the losses are those of the capped logits; 0: there is no cap.
+        """
+        slope = None
+        if cap:
+            self.cap_(logits, cap)
+            slope = 1 - (logits / cap).square_()
         rows = torch.arange(len(logits))
         logits -= logits.amax(1, keepdim=True)
         wanted = logits[rows, targets]
         sums = logits.exp_().sum(1, keepdim=True)
         logits /= sums
         logits[rows, targets] -= 1
+        if slope is not None:
+            logits *= slope
         return (sums.squeeze(1).log() - wanted).sum().double()
 
     def norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """RMSNorm of the sum of x and more, (T, d) float32 → (the sum, its norm, 1 / rms (T,))."""
+        """RMSNorm of the sum of x and more, (T, n · d) float32, over each d numbers, as many as the weight has → (the
+        sum, its norm, 1 / rms (T · n,))."""
         total = x if more is None else x + more
-        scale = torch.rsqrt(total.square().mean(1) + eps)
-        return total, total * scale[:, None] * weight, scale
+        parts = total.view(-1, len(weight))
+        scale = torch.rsqrt(parts.square().mean(1) + eps)
+        return total, (parts * scale[:, None] * weight).view(x.shape), scale
 
     def norm_back(self, total: Tensor, scale: Tensor, weight: Tensor, dy: Tensor, other: Tensor | None) -> Tensor:
-        """Gradient of the sum: dy at its norm, other at itself; (T, d) float32."""
-        scaled = dy * weight * scale[:, None]
-        along = (scaled * total).mean(1, keepdim=True) * scale[:, None] ** 2
-        dx = scaled - total * along
+        """Gradient of the sum: dy at its norm, other at itself; of the shape of the sum, float32."""
+        parts = total.view(-1, len(weight))
+        scaled = dy.view(parts.shape) * weight * scale[:, None]
+        along = (scaled * parts).mean(1, keepdim=True) * scale[:, None] ** 2
+        dx = (scaled - parts * along).view(total.shape)
         return dx if other is None else dx.add_(other)
 
-    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
-        """silu(gate) · up into `out`, which may be one of them; all float32 or all bf16."""
-        out.copy_(functional.silu(gate.float()) * up)
+    def gated(self, kind: str, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        """act(gate) · up into `out`, which may be one of them; all float32 or all bf16. kind: silu, …, see `able`."""
+        out.copy_(_GATES[kind][0](gate.float()) * up)
 
-    def swiglu_back(self, gate: Tensor, up: Tensor, dact: Tensor, act: Tensor | None) -> None:
-        """gate and up become their gradients; act, if given, becomes silu(gate) · up. All float32 or all bf16."""
-        share = torch.sigmoid(gate.float())
-        silu, slope = gate * share, share * (1 + gate * (1 - share))
+    def gated_back(self, kind: str, gate: Tensor, up: Tensor, dact: Tensor, act: Tensor | None) -> None:
+        """gate and up become their gradients; act, if given, becomes act(gate) · up. All float32 or all bf16."""
+        value, slope = _GATES[kind][0](gate.float()), _GATES[kind][1](gate.float())
         if act is not None:
-            act.copy_(silu * up)
+            act.copy_(value * up)
         gate.copy_(dact * up * slope)
-        up.copy_(dact * silu)
+        up.copy_(dact * value)
 
-    def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, width: int, sign: float) -> None:
-        """x (T, heads · width), float32, in place: the two halves of each head, by angles (T, width); sign -1: back."""
-        halves = x.view(len(x), -1, 2, width // 2)
-        turned = torch.stack([-halves[:, :, 1], halves[:, :, 0]], 2).view(len(x), -1, width)
-        x.copy_((x.view(turned.shape) * cosines[:, None] + sign * turned * sines[:, None]).view(x.shape))
+    def rotate(self, x: Tensor, angles: Angles, width: int, sign: float) -> None:
+        """x (T, heads · width), float32, in place: the first numbers of each head; sign -1: back."""
+        half = angles.cosines.shape[1] // 2
+        cosines, sines = angles.cosines[:, None, :half], sign * angles.sines[:, None, :half]
+        heads = x.view(len(x), -1, width)[..., : 2 * half]
+        a, b = (heads[..., ::2], heads[..., 1::2]) if angles.neighbours else (heads[..., :half], heads[..., half:])
+        turned = a * cosines - b * sines, b * cosines + a * sines
+        for part, value in zip((a, b), turned, strict=True):
+            part.copy_(value)
 
     def attention_plan(self, tree: Tree, heads: Heads, queries: Tensor | None = None) -> AttentionPlan:
         """For `attend`; queries: (A,) tokens that are queries, ascending; None: all. Every token is a key."""
@@ -190,6 +221,30 @@ class Backend:
     def square_sum(self, x: Tensor) -> float:
         """Of a float32 tensor's numbers."""
         return float(x.norm()) ** 2
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    share = torch.sigmoid(x)
+    return share * (1 + x * (1 - share))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    """As x · sigmoid(z), z = 2 √(2/π) (x + 0.044715 x³)."""
+    twice = 2 * (2 / torch.pi) ** 0.5
+    share = torch.sigmoid(twice * (x + 0.044715 * x * x.square()))
+    slope: Tensor = share * (1 + x * (1 - share) * twice * (1 + 3 * 0.044715 * x.square()))
+    return slope
+
+
+# activation of a gate, as transformers names it → (its value, its derivative)
+_GATES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "silu": (functional.silu, _silu_slope),
+    "gelu_pytorch_tanh": (_gelu, _gelu_slope),
+}
 
 
 def _by_head(x: Tensor, heads: Heads) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from edgeft.data.tree import Tree
 from edgeft.engine import linear
 from edgeft.engine.attention import AttentionPlan, Heads
-from edgeft.engine.backend import Backend
+from edgeft.engine.backend import Angles, Backend
 from edgeft.engine.linear import ComputeOptions, Gradients, InputGradient, LinearSpec, linears
 
 Tensor = torch.Tensor
@@ -51,7 +51,7 @@ def norm_gradients(
     total, scale, weight = saved
     dx = dw = None
     if needed[1]:
-        dw = scale @ torch.mul(dy, total, out=backend.memory.pool.like(dy))
+        dw = scale @ torch.mul(dy, total, out=backend.memory.pool.like(dy)).view(-1, len(weight))
     if needed[0]:
         dx = backend.norm_back(total, scale, weight.detach(), dy, None if other is None else other.contiguous())
     return dx, dw
@@ -135,18 +135,18 @@ def recomputed(function: Callable[[DeferredResidual], DeferredResidual], stream:
 
 
 class _FeedForward(torch.autograd.Function):
-    """x (T, I) → down(silu(gate x) · up x): gate and up are kept, the input of down is computed again."""
+    """x (T, I) → down(act(gate x) · up x): gate and up are kept, the input of down is computed again."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layers: tuple[LinearSpec, ...], compute: ComputeOptions, *trained: Tensor | None
+        ctx: Any, x: Tensor, layers: tuple[LinearSpec, ...], kind: str, compute: ComputeOptions, *trained: Tensor | None
     ) -> Tensor:
-        ctx.layers, ctx.compute, ctx.flags = layers, compute, linear.trained_flags(trained)
+        ctx.layers, ctx.kind, ctx.compute, ctx.flags = layers, kind, compute, linear.trained_flags(trained)
         backend, operand = compute.backend, compute.operand(x)
         (gate, up), mids = zip(*(linear.forward(layer, operand, compute) for layer in layers[:2]), strict=True)
         keep = any(ctx.needs_input_grad)
         act = backend.memory.pool.like(gate) if keep else gate
-        backend.swiglu(gate, up, act)
+        backend.gated(kind, gate, up, act)
         out, mid = linear.forward(layers[2], act, compute, float32=True)
         if keep:
             kept = linear.kept_inputs(layers[:2], ctx.flags[:2], operand, mids, compute)
@@ -162,7 +162,7 @@ class _FeedForward(torch.autograd.Function):
         dy = compute.operand(grads[0].contiguous())
         dact = linear.input_gradient(down, dy, compute)
         act = backend.memory.pool.like(gate) if flags[2].reads_input or flags[2].part else None
-        backend.swiglu_back(gate, up, dact, act)  # the input of down is known only from here on
+        backend.gated_back(ctx.kind, gate, up, dact, act)  # the input of down is known only from here on
         del dact
         last = linear.backward(down, flags[2], dy, (act, mid), compute, None)
         del act
@@ -170,7 +170,7 @@ class _FeedForward(torch.autograd.Function):
         every: Gradients = []
         for layer, flag, d, part in zip(ctx.layers, flags, (gate, up), (gate_part, up_part), strict=False):
             every += linear.backward(layer, flag, d, (x, part), compute, dx)  # gate and up are their gradients now
-        return None if dx is None else dx.total, None, None, *every, *last
+        return None if dx is None else dx.total, None, None, None, *every, *last
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,14 @@ class SelectiveSpec:
     """A block whose feed-forward half trains no weight."""
 
     attended: Callable[[Tensor], Tensor]  # the residual stream after attention, (T, d) → (T, d)
-    eps: float  # of the norm
+    eps: float  # of the norm, where the block has one here
     layers: tuple[LinearSpec, ...]  # gate, up, down
+    gate: str  # the activation
     compute: ComputeOptions
 
 
 class _SelectiveBlock(torch.autograd.Function):
-    """x (T, d) → y = attended(x), and down(silu(gate h) · up h) of its norm h: x alone is kept, and what the gradient
+    """x (T, d) → y = attended(x), and down(act(gate h) · up h) of its norm h: x alone is kept, and what the gradient
     of down's branch reads. All but down is computed again.
 
     Gradients of what is trained in `attended` arise there; anchor: see `recomputed`.
@@ -192,14 +193,14 @@ class _SelectiveBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, spec: SelectiveSpec, *trained: Tensor | None
+        ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor | None, spec: SelectiveSpec, *trained: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         layers, compute, backend = spec.layers, spec.compute, spec.compute.backend
         ctx.spec, ctx.flags = spec, linear.trained_flags(trained)
         y = spec.attended(x)
-        operand = compute.operand(backend.norm(y, None, weight.detach(), spec.eps)[1])
+        operand = compute.operand(y if weight is None else backend.norm(y, None, weight.detach(), spec.eps)[1])
         gate, up = (linear.forward(layer, operand, compute)[0] for layer in layers[:2])
-        backend.swiglu(gate, up, gate)
+        backend.gated(spec.gate, gate, up, gate)
         out, mid = linear.forward(layers[2], gate, compute, float32=True)
         ctx.save_for_backward(x, weight, linear.kept_part(layers[2], gate, mid, compute) if ctx.flags[2].up else None)
         return y, out
@@ -218,11 +219,11 @@ class _SelectiveBlock(torch.autograd.Function):
         dact = linear.input_gradient(layers[2], dy, compute)
         last = linear.backward(layers[2], flags[2], dy, (None, mid), compute, None)
         del dy
-        _, h, scale = backend.norm(y, None, weight.detach(), spec.eps)
+        h, scale = (y, None) if weight is None else backend.norm(y, None, weight.detach(), spec.eps)[1:]
         operand = compute.operand(h)
         (gate, up), mids = zip(*(linear.forward(layer, operand, compute) for layer in layers[:2]), strict=True)
         parts = [linear.kept_part(layers[n], operand, mids[n], compute) if flags[n].up else None for n in range(2)]
-        backend.swiglu_back(gate, up, dact, None)
+        backend.gated_back(spec.gate, gate, up, dact, None)
         del dact, operand, h
         dh, every = InputGradient(backend), []
         for layer, flag, d, part in zip(layers, flags, (gate, up), parts, strict=False):
@@ -230,46 +231,50 @@ class _SelectiveBlock(torch.autograd.Function):
         del gate, up, d
         assert dh.total is not None
         needed = again.requires_grad, ctx.needs_input_grad[2]
-        dagain, dw = norm_gradients(backend, (y, scale, weight), dh.total, other, needed)
+        dagain, dw = (
+            (backend.add(dh.total, other), None)
+            if scale is None
+            else (norm_gradients(backend, (y, scale, weight), dh.total, other, needed))
+        )
         del dh, y
         if dagain is not None:
             go_back([dagain], again)
         return None, x.grad, dw, None, *every, *last
 
 
-def selective_block(x: Tensor, weight: Tensor, spec: SelectiveSpec) -> tuple[Tensor, Tensor]:
-    """(the residual stream after attention, what the feed-forward half adds to it); weight: of its norm."""
+def selective_block(x: Tensor, weight: Tensor | None, spec: SelectiveSpec) -> tuple[Tensor, Tensor]:
+    """(the residual stream after attention, the feed-forward half's result); weight: of its norm."""
     anchor = torch.empty(0, requires_grad=True)
     made: tuple[Tensor, Tensor] = _SelectiveBlock.apply(anchor, x, weight, spec, *linear.trained_tensors(spec.layers))
     return made
 
 
 class _Gate(torch.autograd.Function):
-    """silu(gate) · up, for layers that are called as they are."""
+    """act(gate) · up, for layers that are called as they are."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, backend: Backend) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str, backend: Backend) -> Tensor:
         act = backend.memory.pool.like(gate)
-        backend.swiglu(gate, up, act)
+        backend.gated(kind, gate, up, act)
         ctx.save_for_backward(gate, up)
-        ctx.backend = backend
+        ctx.kind, ctx.backend = kind, backend
         return act
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         gate, up = (t.clone() for t in ctx.saved_tensors)  # others may hold them
-        ctx.backend.swiglu_back(gate, up, grads[0].contiguous(), None)
-        return gate, up, None
+        ctx.backend.gated_back(ctx.kind, gate, up, grads[0].contiguous(), None)
+        return gate, up, None, None
 
 
-def feed_forward(x: Tensor, modules: tuple[Any, ...], compute: ComputeOptions) -> Tensor:
-    """modules: gate, up and down."""
+def feed_forward(x: Tensor, modules: tuple[Any, ...], compute: ComputeOptions, kind: str = "silu") -> Tensor:
+    """modules: gate, up and down; kind: the activation."""
     layers = linear.linear_specs(modules)
     if layers is not None:
-        made: Tensor = _FeedForward.apply(x, layers, compute, *linear.trained_tensors(layers))
+        made: Tensor = _FeedForward.apply(x, layers, kind, compute, *linear.trained_tensors(layers))
         return made
     gate, up = linears(x, modules[:2], compute)
-    (out,) = linears(_Gate.apply(gate, up, compute.backend), modules[2:], compute)
+    (out,) = linears(_Gate.apply(gate, up, kind, compute.backend), modules[2:], compute)
     return out
 
 
@@ -292,17 +297,17 @@ class Context:
 
 @dataclass(frozen=True)
 class Attention:
-    """What attention reads beside q, k and v; turns: cosines and sines of q, then of k."""
+    """What attention reads beside q, k and v; turns: angles of q and of k, None where they are not rotated."""
 
-    turns: tuple[Tensor, ...]
+    turns: tuple[Angles, Angles] | None
     plan: AttentionPlan
     backend: Backend
     context: Context | None
     block: Any
 
     def rotate(self, q: Tensor, k: Tensor, sign: float) -> None:
-        for x, cos, sin in ((q, *self.turns[:2]), (k, *self.turns[2:])):
-            self.backend.rotate(x, cos, sin, self.plan.heads.width, sign)
+        for x, angles in zip((q, k), self.turns or (), strict=False):
+            self.backend.rotate(x, angles, self.plan.heads.width, sign)
 
     def all_keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
         return [k, v] if self.context is None else self.context.joined(self.block, k, v, self.backend)
@@ -346,18 +351,33 @@ class Runner:
         compute: ComputeOptions,
         stack: Any,
         tree: Tree,
-        rotary: tuple[Tensor, Tensor],
+        positions: Tensor,
         context: Context | None = None,
     ) -> None:
-        """rotary: cosines and sines (T, d); context: what is seen beside the tokens that this runs."""
+        """positions (T,) in their rows; context: what is seen beside the tokens that this runs."""
         self.compute, self.backend, self.tree, self.arch = compute, compute.backend, tree, stack.arch
-        self.context = context
+        self.stack, self.context, self.positions = stack, context, positions
         self.sizes, self.scales = self.arch.sizes(stack.config), self.arch.scales(stack.config)
         width = self.sizes.head
         scale = width**-0.5 if self.scales.scores is None else self.scales.scores
-        self.heads = Heads(self.sizes.query // width, self.sizes.key // width, width, scale)
-        self.cos, self.sin = (t.float().contiguous() for t in rotary)
-        self.plan = self.backend.attention_plan(tree, self.heads, None if context is None else context.live)
+        self.heads = Heads(self.sizes.query // width, self.sizes.key // width, width, scale, self.scales.score_cap)
+        self.numbers = {block: number for number, block in enumerate(stack.layers)}
+        self._plans: dict[int, AttentionPlan] = {}  # by window
+        self._angles: dict[str, Angles] = {}  # by rotation
+
+    def _plan(self, block: Any) -> AttentionPlan:
+        window = self.arch.window(self.stack.config, self.numbers[block])
+        if window not in self._plans:
+            live = None if self.context is None else self.context.live
+            self._plans[window] = self.backend.attention_plan(self.tree.within(window), self.heads, live)
+        return self._plans[window]
+
+    def _turns(self, block: Any) -> Angles | None:
+        kind = self.arch.rotation(self.stack.config, self.numbers[block])
+        if kind is not None and kind not in self._angles:
+            cosines, sines = (t[0].float().contiguous() for t in self.stack.rotary(self.positions[None], kind))
+            self._angles[kind] = Angles(cosines, sines, self.arch.neighbours)
+        return None if kind is None else self._angles[kind]
 
     def block(self, block: Any, stream: DeferredResidual) -> DeferredResidual:
         """One block; its last sum is deferred to the next norm."""
@@ -367,7 +387,7 @@ class Runner:
         """As `block`; its keys and values go into the context."""
         x, h = self._norm(block, "attention", stream)
         q, k, v = self._qkv(block, h)
-        mixed = self._attend(block, q, k, v, self.plan)  # k is rotated by now
+        mixed = self._attend(block, q, k, v, self._plan(block))  # k is rotated by now
         context.blocks[block] = (k, v)
         return self._after(block, x, mixed)
 
@@ -376,19 +396,24 @@ class Runner:
         _, h = self._norm(block, "attention", stream)
         k, v = linears(h, self._modules(block, "k", "v"), self.compute)
         k = self._head_norm(block, "k", k)
-        self.backend.rotate(k, self.cos, self.sin, self.heads.width, 1.0)
+        if (angles := self._turns(block)) is not None:
+            self.backend.rotate(k, angles, self.heads.width, 1.0)
         context.blocks[block] = (k, v)
 
     def selective_block(self, block: Any, stream: DeferredResidual) -> DeferredResidual:
         """As `block`, but only the residual stream before it is kept. The backward pass computes all again except down,
         whose input nothing needs where its weight is not trained."""
-        layers, norm = linear.linear_specs(self._modules(block, "gate", "up", "down")), self.arch.norm_at("ffn")
-        if layers is None or norm is None or self._changes_result("ffn"):
-            return recomputed(partial(self.block, block), stream)  # type: ignore[no-any-return]
+        layers = linear.linear_specs(self._modules(block, "gate", "up", "down"))
+        if layers is None:
+            return recomputed(partial(self.block, block), stream)
         x = stream[0] if stream[1] is None else add(stream[0], stream[1], self.backend)
-        module = block.get_submodule(norm.path)
-        spec = SelectiveSpec(partial(self._attended, block), norm_eps(module), layers, self.compute)
-        return selective_block(x, module.weight + norm.offset if norm.offset else module.weight, spec)
+        norm, weight, eps = self.arch.norm_at("ffn"), None, 0.0
+        if norm is not None:
+            module = block.get_submodule(norm.path)
+            weight, eps = module.weight + norm.offset if norm.offset else module.weight, norm_eps(module)
+        spec = SelectiveSpec(partial(self._attended, block), eps, layers, self.arch.gate, self.compute)
+        y, out = selective_block(x, weight, spec)
+        return y, self._result(block, "ffn", out)
 
     def _modules(self, block: Any, *tensors: str) -> tuple[Any, ...]:
         return tuple(block.get_submodule(self.arch.linears[tensor].path) for tensor in tensors)
@@ -400,10 +425,6 @@ class Runner:
             return add_norm(stream, block.get_submodule(norm.path), self.backend, norm.offset)
         x = stream[0] if stream[1] is None else add(stream[0], stream[1], self.backend)
         return x, x
-
-    def _changes_result(self, half: str) -> bool:
-        """Whether anything stands between this half's last product and the residual stream."""
-        return self.arch.norm_at(f"{half}_out") is not None or self.scales.residual != 1
 
     def _result(self, block: Any, half: str, out: Tensor) -> Tensor:
         """What attention or feed-forward adds to the residual stream."""
@@ -421,14 +442,15 @@ class Runner:
         """(the residual stream, the input of o)."""
         x, h = self._norm(block, "attention", stream)
         q, k, v = self._qkv(block, h)
-        return x, self._attend(block, q, k, v, self.plan)
+        return x, self._attend(block, q, k, v, self._plan(block))
 
     def _attend(
         self, block: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, queries: Tensor | None = None
     ) -> Tensor:
         """queries: the rows of q, if not all."""
-        turns = (self.cos, self.sin) if queries is None else (self.cos[queries], self.sin[queries])
-        spec = Attention((*turns, self.cos, self.sin), plan, self.backend, self.context, block)
+        angles = self._turns(block)
+        turns = None if angles is None else (angles if queries is None else angles.of(queries), angles)
+        spec = Attention(turns, plan, self.backend, self.context, block)
         mixed: Tensor = _Attend.apply(q, k, v, spec)
         return mixed
 
@@ -437,7 +459,8 @@ class Runner:
         x, h = self._norm(block, "attention", stream)
         q, k, v = self._qkv(block, h, h[queries])
         tokens = queries if self.context is None else self.context.live[queries]
-        plan = self.backend.attention_plan(self.tree, self.heads, tokens)
+        window = self.arch.window(self.stack.config, self.numbers[block])
+        plan = self.backend.attention_plan(self.tree.within(window), self.heads, tokens)
         return self._after(block, x[queries], self._attend(block, q, k, v, plan, queries))
 
     def _qkv(self, block: Any, h: Tensor, asking: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -450,13 +473,12 @@ class Runner:
         return self._head_norm(block, "q", q), self._head_norm(block, "k", k), v
 
     def _head_norm(self, block: Any, tensor: str, x: Tensor) -> Tensor:
-        if self.arch.norm_at(tensor) is None:
-            return x
-        return self._norm(block, tensor, (x.reshape(-1, self.heads.width), None))[1].view(x.shape)
+        norm = self.arch.norm_at(tensor)
+        return x if norm is None else self._norm(block, tensor, (x, None))[1]  # over as many as its weight has
 
     def _after(self, block: Any, x: Tensor, mixed: Tensor) -> DeferredResidual:
         """What follows the attention."""
         (out,) = linears(mixed, self._modules(block, "o"), self.compute, shared=True)
         x, h = self._norm(block, "ffn", (x, self._result(block, "attention", out)))
-        out = feed_forward(h, self._modules(block, "gate", "up", "down"), self.compute)
+        out = feed_forward(h, self._modules(block, "gate", "up", "down"), self.compute, self.arch.gate)
         return x, self._result(block, "ffn", out)

@@ -81,15 +81,15 @@ def mean_rates(trials: dict[str, float]) -> dict[str, float]:
 
 def fastest_products(threads: int = 0) -> str:
     """Operands of products in training on this machine: as `edgeft doctor` measured, else by the processor's
-    instructions. Two products forward, the trunk's among them, stand beside one backward, which int8 leaves in fp32."""
+    instructions. Two products forward, the trunk's among them, stand beside one backward."""
     able = {"fp32": True, "bf16": multiplies_bf16(), "int8": multiplies_int8()}
     count = min(threads or device.cores(), device.cores())
     trials = device.read_gemm_cache().get(device.products_key(device.cpu_name(), count), {})
 
     def seconds(products: str) -> float:
-        back = "fp32" if products == "int8" else products
-        forward = sum(1 / trials[trial_name(products, FORWARD, *of)] for of in TRIALS)
-        return GAIN[products] * (2 * forward + sum(1 / trials[trial_name(back, BACKWARD, *of)] for of in TRIALS))
+        weights = {FORWARD: 2, BACKWARD: 1}
+        names = ((trial_name(products, way, *of), weight) for way, weight in weights.items() for of in TRIALS)
+        return GAIN[products] * sum(weight / trials[name] for name, weight in names)
 
     try:
         return min(filter(able.__getitem__, PRODUCTS), key=seconds)

@@ -1,4 +1,4 @@
-// What lies between a block's matrix products, in one pass over memory each: RMSNorm, SwiGLU, attention along a tree, and
+// What lies between a block's matrix products, in one pass over memory each: RMSNorm, gates, attention along a tree, and
 // AdamW. Every function takes plain pointers (float32, some also bf16) and a number of threads, and gives the same bits for
 // any number of them.
 
@@ -83,14 +83,17 @@ struct Tree {
     const int32_t *rows;     // where these queries stand in q: the same unless only some tokens ask
     const int32_t *keys;     // token numbers
     const int32_t *size;     // tokens in each token's subtree, itself included
+    const int32_t *depth;    // tokens above each token
     const int32_t *items;    // piece * groups + group, in lists: list l is [bounds[l], bounds[l + 1])
     const int32_t *bounds;
     int32_t lists;
+    int32_t window;  // a token sees itself and window - 1 above it; 0: all
 };
 
 struct Heads {
     int32_t heads, groups, width;  // query heads, key heads, numbers in each
     float scale;
+    float cap;  // scores become cap * tanh(score / cap); 0: they stay
 };
 
 // to (width, pad) = from[idx]ᵀ, zeros in what was padded
@@ -112,6 +115,10 @@ static void gather(const float *from, long stride, const int32_t *idx, long coun
     }
 }
 
+static void cap_scores(float *scores, long count, float cap) {  // count: a multiple of VL
+    for (long c = 0; c < count; c += VL) store(scores + c, cap * vtanh(load(scores + c) / cap));
+}
+
 // -inf where a query does not see a key, and in what was padded
 static void hide(const Piece &p, const Tree &t, long keys, long pad, float *scores) {
     for (long m = 0; m < p.asked; m++) {
@@ -124,6 +131,10 @@ static void hide(const Piece &p, const Tree &t, long keys, long pad, float *scor
         for (int32_t j = 0; j < p.own; j++) {  // without a branch: several at a time
             float x = own[j];
             own[j] = (j > from) | (from >= j + size[j]) ? -INFINITY : x;
+        }
+        if (t.window) {
+            const int32_t *idx = t.keys + p.key, last = t.depth[i] - t.window;  // seen is what is deeper
+            for (long k = 0; k < keys; k++) row[k] = t.depth[idx[k]] <= last ? -INFINITY : row[k];
         }
         for (long k = keys; k < pad; k++) row[k] = -INFINITY;
     }
@@ -153,6 +164,7 @@ void attend(const Tree *tree, const Heads *shape, const float *q, const float *k
             for (long h = g * per; h < (g + 1) * per; h++) {
                 gather(q + h * D, H * D, rows, p.asked, D, shape->scale, s.q.data());
                 product<false>(p.asked, pad, D, s.q.data(), D, 1, s.kt.data(), pad, nullptr, s.p.data(), pad, nullptr);
+                if (shape->cap) cap_scores(s.p.data(), p.asked * pad, shape->cap);
                 hide(p, t, keys, pad, s.p.data());
                 for (long m = 0; m < p.asked; m++) {
                     float *row = s.p.data() + m * pad;
@@ -204,7 +216,9 @@ void attend_back(const Tree *tree, const Heads *shape, const float *q, const flo
                 gather(dout + h * D, H * D, rows, p.asked, D, 1, s.dout.data());
                 product<false>(p.asked, pad, D, s.q.data(), D, 1, s.kt.data(), pad, nullptr, s.p.data(), pad, nullptr);
                 product<false>(p.asked, pad, D, s.dout.data(), D, 1, s.vt.data(), pad, nullptr, s.dp.data(), pad, nullptr);
+                if (shape->cap) cap_scores(s.p.data(), p.asked * pad, shape->cap);
                 hide(p, t, keys, pad, s.p.data());
+                const float share = shape->cap ? 1 / shape->cap : 0;
                 for (long m = 0; m < p.asked; m++) {
                     float *row = s.p.data() + m * pad, *drow = s.dp.data() + m * pad;
                     const float *o = out + (long)rows[m] * H * D + h * D, *d = s.dout.data() + m * D;
@@ -215,7 +229,8 @@ void attend_back(const Tree *tree, const Heads *shape, const float *q, const flo
                         vf x = load(row + c), e = vexp(x - log_sum);
                         e = x == -INFINITY ? vf{} : e;
                         store(row + c, e);
-                        store(drow + c, e * (load(drow + c) - delta));
+                        x = x == -INFINITY ? vf{} : x * share;  // tanh of what was capped, whose slope is 1 - tanh²
+                        store(drow + c, e * (load(drow + c) - delta) * (1 - x * x));
                     }
                 }
                 product<true>(keys, D, p.asked, s.p.data(), 1, pad, s.dout.data(), D, nullptr, own_dv + g * D, G * D, idx);
@@ -236,14 +251,24 @@ void attend_back(const Tree *tree, const Heads *shape, const float *q, const flo
     });
 }
 
-// x (rows, heads * width) in place, by the angles of each row: cosines and sines (rows, width), whose halves are equal.
+// The first `turned` numbers of each head of x (rows, heads * width) in place, by the angles of each row: cosines and sines
+// (rows, turned), whose halves are equal. Angle d turns the numbers d and turned / 2 + d, or the neighbours 2 d and 2 d + 1.
 // sign -1 turns back, which is what the gradient needs.
-void rotate(float *x, const float *cosines, const float *sines, long rows, long heads, long width, float sign, int threads) {
-    const long half = width / 2;
+void rotate(float *x, const float *cosines, const float *sines, long rows, long heads, long width, long turned,
+            int neighbours, float sign, int threads) {
+    const long half = turned / 2;
     share_rows(rows, heads * width, threads, [&](long r) {
-        const float *c = cosines + r * width, *s = sines + r * width;
+        const float *c = cosines + r * turned, *s = sines + r * turned;
         for (long h = 0; h < heads; h++) {
             float *a = x + (r * heads + h) * width, *b = a + half;
+            if (neighbours) {
+                for (long d = 0; d < half; d++) {
+                    float u = a[2 * d], w = a[2 * d + 1];
+                    a[2 * d] = u * c[d] - w * sign * s[d];
+                    a[2 * d + 1] = w * c[d] + u * sign * s[d];
+                }
+                continue;
+            }
 #pragma omp simd
             for (long d = 0; d < half; d++) {
                 float u = a[d], w = b[d];
@@ -301,62 +326,75 @@ void norm_back(const float *x, const float *scale, const float *weight, const fl
 
 }
 
-// ------------------------------------------------------------------------------------------------- SwiGLU
+// ------------------------------------------------------------------------------------------------- gates
 
 static const long STRIP = 4096;  // numbers that a thread takes at a time
 
-// out = gate * sigmoid(gate) * up; out may be gate or up
-template <typename T>
+// An activation is g * sigmoid(z(g)), and its slope s + g s (1 - s) z'(g). GELU, with tanh: z = 2 sqrt(2 / pi) (g + 0.044715 g³).
+struct Silu {
+    template <typename V> static V z(V g) { return g; }
+    template <typename V> static V slope(V) { return V{} + 1; }
+};
+struct Gelu {
+    template <typename V> static V z(V g) { return 1.5957691216f * (g + 0.044715f * g * g * g); }
+    template <typename V> static V slope(V g) { return 1.5957691216f * (1 + 0.134145f * g * g); }
+};
+static inline vf sigmoid(vf z) { return 1 / (1 + vexp(-z)); }
+static inline float sigmoid(float z) { return 1 / (1 + std::exp(-z)); }
+
+// out = act(gate) * up; out may be gate or up
+template <typename A, typename T>
 static void gated(const T *gate, const T *up, T *out, long count, int threads) {
     share_range(count, STRIP, threads, [&](long strip, long) {
         long stop = std::min(strip + STRIP, count), i = strip;
         for (; i + VL <= stop; i += VL) {
             vf g = load(gate + i);
-            store(out + i, g / (1 + vexp(-g)) * load(up + i));
+            store(out + i, g * sigmoid(A::z(g)) * load(up + i));
         }
         for (; i < stop; i++) {
             float g = value(gate[i]);
-            put(out + i, g / (1 + std::exp(-g)) * value(up[i]));
+            put(out + i, g * sigmoid(A::z(g)) * value(up[i]));
         }
     });
 }
 
 // gate and up become their gradients; act, if asked for, what `gated` gave
-template <typename T>
+template <typename A, typename T>
 static void gated_back(T *gate, T *up, const T *dact, T *act, long count, int threads) {
     share_range(count, STRIP, threads, [&](long strip, long) {
         long stop = std::min(strip + STRIP, count), i = strip;
         for (; i + VL <= stop; i += VL) {
-            vf g = load(gate + i), u = load(up + i), d = load(dact + i), s = 1 / (1 + vexp(-g)), gs = g * s;
+            vf g = load(gate + i), u = load(up + i), d = load(dact + i), s = sigmoid(A::z(g)), gs = g * s;
             if (act) store(act + i, gs * u);
             store(up + i, d * gs);
-            store(gate + i, d * u * (s + gs * (1 - s)));
+            store(gate + i, d * u * (s + gs * (1 - s) * A::slope(g)));
         }
         for (; i < stop; i++) {
-            float g = value(gate[i]), u = value(up[i]), d = value(dact[i]), s = 1 / (1 + std::exp(-g)), gs = g * s;
+            float g = value(gate[i]), u = value(up[i]), d = value(dact[i]), s = sigmoid(A::z(g)), gs = g * s;
             if (act) put(act + i, gs * u);
             put(up + i, d * gs);
-            put(gate + i, d * u * (s + gs * (1 - s)));
+            put(gate + i, d * u * (s + gs * (1 - s) * A::slope(g)));
         }
     });
 }
 
 extern "C" {
-void swiglu(const float *gate, const float *up, float *out, long count, int threads) {
-    gated(gate, up, out, count, threads);
-}
+#define GATE(NAME, ACT)                                                                                                        \
+    void NAME(const float *gate, const float *up, float *out, long count, int threads) {                                      \
+        gated<ACT>(gate, up, out, count, threads);                                                                             \
+    }                                                                                                                          \
+    void NAME##_half(const bf16 *gate, const bf16 *up, bf16 *out, long count, int threads) {                                  \
+        gated<ACT>(gate, up, out, count, threads);                                                                             \
+    }                                                                                                                          \
+    void NAME##_back(float *gate, float *up, const float *dact, float *act, long count, int threads) {                        \
+        gated_back<ACT>(gate, up, dact, act, count, threads);                                                                  \
+    }                                                                                                                          \
+    void NAME##_back_half(bf16 *gate, bf16 *up, const bf16 *dact, bf16 *act, long count, int threads) {                       \
+        gated_back<ACT>(gate, up, dact, act, count, threads);                                                                  \
+    }
 
-void swiglu_half(const bf16 *gate, const bf16 *up, bf16 *out, long count, int threads) {
-    gated(gate, up, out, count, threads);
-}
-
-void swiglu_back(float *gate, float *up, const float *dact, float *act, long count, int threads) {
-    gated_back(gate, up, dact, act, count, threads);
-}
-
-void swiglu_back_half(bf16 *gate, bf16 *up, const bf16 *dact, bf16 *act, long count, int threads) {
-    gated_back(gate, up, dact, act, count, threads);
-}
+GATE(swiglu, Silu)
+GATE(geglu, Gelu)
 }
 
 // ---------------------------------------------------------------- sums and conversions
@@ -392,30 +430,56 @@ void sum_rows_half(const bf16 *x, float *out, long rows, long width, int threads
 
 // ------------------------------------------------------------------------------------------------- cross-entropy
 
+static void cap_row(float *row, long width, float cap) {
+    long i = 0;
+    for (; i + VL <= width; i += VL) store(row + i, cap * vtanh(load(row + i) / cap));
+    for (; i < width; i++) row[i] = cap * std::tanh(row[i] / cap);
+}
+
 extern "C" {
-// losses (rows): of each row of logits (rows, width) against its target; logits become their gradients
-void cross_entropy(float *logits, const int64_t *targets, double *losses, long rows, long width, int threads) {
+// losses (rows): of each row of logits (rows, width) against its target; logits become their gradients. With a cap they are
+// taken of cap * tanh(logit / cap).
+void cross_entropy(float *logits, const int64_t *targets, double *losses, long rows, long width, float cap, int threads) {
     share_rows(rows, width, threads, [&](long r) {
         float *row = logits + r * width, most = row[0];
+        if (cap) cap_row(row, width, cap), most = row[0];
 #pragma omp simd reduction(max : most)
         for (long i = 0; i < width; i++) most = std::max(most, row[i]);
-        const float wanted = row[targets[r]];
+        const float wanted = row[targets[r]], share = cap ? 1 / cap : 0;
         vf some = vf{};
         float total = 0;
         long i = 0;
         for (; i + VL <= width; i += VL) {
             const vf e = vexp(load(row + i) - most);
             some += e;
-            store(row + i, e);
+            if (!cap) store(row + i, e);
         }
-        for (; i < width; i++) total += row[i] = std::exp(row[i] - most);
+        for (; i < width; i++) {
+            const float e = std::exp(row[i] - most);
+            total += e;
+            if (!cap) row[i] = e;
+        }
         total += sum(some);
         losses[r] = std::log((double)total) - (wanted - most);
         const float inverse = 1 / total;
+        if (!cap) {
 #pragma omp simd
-        for (long k = 0; k < width; k++) row[k] *= inverse;
-        row[targets[r]] -= 1;
+            for (long k = 0; k < width; k++) row[k] *= inverse;
+            row[targets[r]] -= 1;
+            return;
+        }
+        // capped logits are needed until here: their exponentials are computed again, and each has the slope 1 - tanh²
+        for (i = 0; i + VL <= width; i += VL) {
+            const vf x = load(row + i), t = x * share;
+            store(row + i, vexp(x - most) * inverse * (1 - t * t));
+        }
+        for (; i < width; i++) row[i] = std::exp(row[i] - most) * inverse * (1 - row[i] * share * row[i] * share);
+        row[targets[r]] -= 1 - wanted * share * wanted * share;
     });
+}
+
+void cap_rows(float *x, long rows, long width, float cap, int threads) {
+    share_rows(rows, width, threads, [&](long r) { cap_row(x + r * width, width, cap); });
 }
 }
 

@@ -18,8 +18,8 @@ import torch
 from edgeft.data.tree import Tree
 from edgeft.engine import compiled
 from edgeft.engine.attention import AttentionPlan, Heads
-from edgeft.engine.backend import PLAIN, TORCH, AdamRule, Backend, Matrix, Moments, Product
-from edgeft.engine.limits import INT8_GROUP, KERNEL_TYPES, LISTS, kernels_can_run
+from edgeft.engine.backend import PLAIN, TORCH, AdamRule, Angles, Backend, Matrix, Moments, Product
+from edgeft.engine.limits import INT8_GROUP, KERNEL_GATES, KERNEL_TYPES, LISTS, kernels_can_run
 from edgeft.engine.memory import Memory
 from edgeft.engine.packed import Packed, PackedTransposed
 from edgeft.formats import ggml
@@ -29,8 +29,12 @@ Tensor = torch.Tensor
 
 class _Tree(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("pieces", "queries", "rows", "keys", "size", "items", "bounds")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("pieces", "queries", "rows", "keys", "size", "depth", "items", "bounds")
+        ),
         ("lists", ctypes.c_int32),
+        ("window", ctypes.c_int32),
     ]
 
 
@@ -121,10 +125,12 @@ class KernelPlan(AttentionPlan):
             np.array(pieces, np.int32),
             *(np.concatenate(part).astype(np.int32) for part in (tokens_of, rows, keys)),
             tree.size.astype(np.int32),
+            tree.depth.astype(np.int32),
             np.array([item for items in lists for item in sorted(items)], np.int32),
             np.concatenate([[0], np.cumsum([len(items) for items in lists])]).astype(np.int32),
         ]
-        self._structs = _Tree(*(array.ctypes.data for array in self._arrays), count), _Heads(*astuple(heads))
+        addresses = (array.ctypes.data for array in self._arrays)
+        self._structs = _Tree(*addresses, count, tree.window), _Heads(*astuple(heads))
         self.arguments = tuple(map(ctypes.byref, self._structs))
 
 
@@ -178,7 +184,8 @@ class KernelBackend(Backend):
         if packed is not None and packed.type < 0:  # a packing that ggml does not know
             y, packed = y.dense(self), None
         rows, depth, cols = *x.shape, y.shape[1]
-        kind = INT8 if options.int8 and depth % INT8_GROUP == 0 else FP32 if x.dtype == torch.float32 else BF16
+        by_bytes = options.int8 and depth % INT8_GROUP == 0 and x.stride(1) == 1
+        kind = INT8 if by_bytes else FP32 if x.dtype == torch.float32 else BF16
         if out is None:
             out = self.memory.pool.take(rows, cols, torch.float32 if options.float32 else x.dtype)
         if kind == FP32 and ONLY_TORCH:
@@ -204,10 +211,13 @@ class KernelBackend(Backend):
         self.library.add(*map(_at, (x, y, out)), *_longs(x.numel()), self.threads)
         return out
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def cap_(self, logits: Tensor, cap: float) -> None:
+        self.library.cap_rows(_at(logits), *_longs(*logits.shape), ctypes.c_float(cap), self.threads)
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, cap: float = 0.0) -> Tensor:
         losses = torch.empty(len(logits), dtype=torch.float64)
         given = _at(logits), _at(targets, torch.int64), _at(losses, torch.float64)
-        self.library.cross_entropy(*given, *_longs(*logits.shape), self.threads)
+        self.library.cross_entropy(*given, *_longs(*logits.shape), ctypes.c_float(cap), self.threads)
         return losses.sum()
 
     def sum_rows(self, x: Tensor) -> Tensor:
@@ -251,28 +261,32 @@ class KernelBackend(Backend):
 
     def norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         total = x if more is None else self.memory.pool.like(x)
-        y, scale = self.memory.pool.like(x), torch.empty(len(x))
+        rows, width = x.numel() // len(weight), len(weight)
+        y, scale = self.memory.pool.like(x), torch.empty(rows)
         given = _at(x), _at(more), _at(weight), ctypes.c_float(eps)
-        self.library.norm(*given, _at(total), _at(y), _at(scale), *_longs(*x.shape), self.threads)
+        self.library.norm(*given, _at(total), _at(y), _at(scale), *_longs(rows, width), self.threads)
         return total, y, scale
 
     def norm_back(self, total: Tensor, scale: Tensor, weight: Tensor, dy: Tensor, other: Tensor | None) -> Tensor:
         dx = self.memory.pool.like(total)
         tensors = map(_at, (total, scale, weight, dy, other, dx))
-        self.library.norm_back(*tensors, *_longs(*total.shape), self.threads)
+        self.library.norm_back(*tensors, *_longs(len(scale), len(weight)), self.threads)
         return dx
 
-    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
-        function = self.library.swiglu if gate.dtype == torch.float32 else self.library.swiglu_half
-        function(*(_at(t, gate.dtype) for t in (gate, up, out)), *_longs(gate.numel()), self.threads)
+    def gated(self, kind: str, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        self._gate(kind, "", gate, up, out)
 
-    def swiglu_back(self, gate: Tensor, up: Tensor, dact: Tensor, act: Tensor | None) -> None:
-        function = self.library.swiglu_back if gate.dtype == torch.float32 else self.library.swiglu_back_half
-        function(*(_at(t, gate.dtype) for t in (gate, up, dact, act)), *_longs(gate.numel()), self.threads)
+    def gated_back(self, kind: str, gate: Tensor, up: Tensor, dact: Tensor, act: Tensor | None) -> None:
+        self._gate(kind, "_back", gate, up, dact, act)
 
-    def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, width: int, sign: float) -> None:
-        shape = _longs(len(x), x.shape[1] // width, width)
-        self.library.rotate(_at(x), _at(cosines), _at(sines), *shape, ctypes.c_float(sign), self.threads)
+    def _gate(self, kind: str, way: str, gate: Tensor, *others: Tensor | None) -> None:
+        function = self.library[KERNEL_GATES[kind] + way + ("" if gate.dtype == torch.float32 else "_half")]
+        function(*(_at(t, gate.dtype) for t in (gate, *others)), *_longs(gate.numel()), self.threads)
+
+    def rotate(self, x: Tensor, angles: Angles, width: int, sign: float) -> None:
+        shape = _longs(len(x), x.shape[1] // width, width, angles.cosines.shape[1])
+        way = angles.neighbours, ctypes.c_float(sign)
+        self.library.rotate(_at(x), _at(angles.cosines), _at(angles.sines), *shape, *way, self.threads)
 
     def attention_plan(self, tree: Tree, heads: Heads, queries: Tensor | None = None) -> KernelPlan:
         return KernelPlan(tree, heads, queries, LISTS)

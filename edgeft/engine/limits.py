@@ -22,6 +22,9 @@ INT8_GROUP = 32  # numbers that share a scale where operands are bytes, as produ
 LISTS = 8  # of attention's work, whatever the threads: each sums gradients of its own
 
 
+KERNEL_GATES = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}  # activation → prefix of its kernels
+
+
 def kernels_can_run(head_width: int, gate: str, lanes: int = MAX_LANES) -> bool:
-    """Heads are whole vectors and the gate is SiLU; by default on any processor."""
-    return head_width % lanes == 0 and gate == "silu"
+    """Heads are whole vectors and the gate has kernels; by default on any processor."""
+    return head_width % lanes == 0 and gate in KERNEL_GATES

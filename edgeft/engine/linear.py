@@ -45,8 +45,8 @@ FLOAT32 = Product(float32=True)
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """What computes layers. bf16: operands of products; int8: those of frozen weights in the forward pass. Sums in
-    products and all between them are float32."""
+    """What computes layers. bf16: operands of products; int8: those of products with packed weights. Sums in products
+    and all between them are float32."""
 
     backend: Backend
     bf16: bool = False
@@ -54,6 +54,9 @@ class ComputeOptions:
 
     def operand(self, x: Tensor) -> Tensor:
         return self.backend.operand(x, self.bf16)
+
+    def multiplies_bytes(self, weight: Matrix) -> bool:
+        return self.int8 and not isinstance(weight, Tensor)
 
 
 @dataclass(frozen=True)
@@ -175,8 +178,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """(y, what the adapter reads); y as an operand, or in float32."""
     backend, weight = compute.backend, _weight(layer, compute)
-    int8 = compute.int8 and not isinstance(weight, Tensor)
-    out = backend.mm(x, weight.T, options=Product(bias=layer.bias, float32=float32, int8=int8))
+    options = Product(bias=layer.bias, float32=float32, int8=compute.multiplies_bytes(weight))
+    out = backend.mm(x, weight.T, options=options)
     mid = None
     if layer.adapts:
         assert layer.up is not None
@@ -188,7 +191,8 @@ def forward(
 def input_gradient(layer: LinearSpec, dy: Tensor, compute: ComputeOptions) -> Tensor:
     """As an operand."""
     backend = compute.backend
-    dx = backend.mm(dy, _weight(layer, compute))
+    weight = _weight(layer, compute)
+    dx = backend.mm(dy, weight, options=Product(int8=compute.multiplies_bytes(weight)))
     if layer.adapts:
         backend.mm(_adapter_gradient(layer, dy, compute), _down(layer), dx, Product(add=True))
     return dx
@@ -212,9 +216,9 @@ class InputGradient:
         self.backend = backend
         self.total: Tensor | None = None
 
-    def add(self, x: Tensor, y: Matrix) -> None:
+    def add(self, x: Tensor, y: Matrix, int8: bool = False) -> None:
         """x y of two operands."""
-        self.total = self.backend.mm(x, y, self.total, Product(add=self.total is not None, float32=True))
+        self.total = self.backend.mm(x, y, self.total, Product(add=self.total is not None, float32=True, int8=int8))
 
 
 Saved = tuple[Tensor | None, Tensor | None]  # of a layer's input: all of it, or what `LinearSpec.reads` makes of it
@@ -228,7 +232,8 @@ def backward(
     grads: Gradients = [None] * SLOTS
     backend = compute.backend
     if dx is not None:
-        dx.add(dy, _weight(layer, compute))
+        weight = _weight(layer, compute)
+        dx.add(dy, weight, compute.multiplies_bytes(weight))
     if flags.weight:
         assert x is not None
         if layer.observer is None:

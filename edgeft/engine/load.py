@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from edgeft.arch import Architecture, Norm, Sizes, of_gguf
+from edgeft.arch import Architecture, Linear, Norm, Sizes, of_gguf
 from edgeft.arch.base import plain_rotation
 from edgeft.arch.check import check_frozen, read_config
 from edgeft.engine.backend import TORCH, Backend
@@ -38,7 +38,7 @@ def _stack(arch: Architecture, config: Any, model: Any, ends: tuple[Packed, Pack
     if meta := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
         raise ModelError(f"{source} lacks {len(meta)} tensors, for example {meta[0]}", "download or copy it again")
     embed = PackedEmbedding(ends[0], arch.scales(config).embedding)
-    return Stack(arch, config, model, embed, PackedHead(ends[1]), source)
+    return Stack(arch, config, model, embed, PackedHead(ends[1], arch.scales(config).logit_cap), source)
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -90,16 +90,30 @@ class _Block(nn.Module):
 class _Rotary(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        rope = config.rope_parameters
-        with torch.device("cpu"):  # computed on `meta`, it would make torch load its compiler, which takes 70 MB
-            steps = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-            self.inv_freq = 1.0 / rope["rope_theta"] ** steps / rope.get("factor", 1.0)
+        self.head, self.rope = config.head_dim, config.rope_parameters
+        if "rope_type" in self.rope:
+            self.inv_freq = self._frequencies(self.rope)
 
-    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions (B, T) → cosines and sines (B, T, head width), in two equal halves."""
-        angles = positions[..., None].float() * self.inv_freq
+    def _frequencies(self, rope: dict[str, Any]) -> Tensor:
+        with torch.device("cpu"):  # computed on `meta`, it would make torch load its compiler, which takes 70 MB
+            turned = int(self.head * rope.get("partial_rotary_factor", 1.0))
+            steps = torch.arange(0, turned, 2, dtype=torch.int64).float() / turned
+            divisor: float = rope["factor"] if rope["rope_type"] == "linear" else 1.0
+            frequencies: Tensor = 1.0 / rope["rope_theta"] ** steps / divisor
+            return frequencies
+
+    def forward(self, x: Tensor, positions: Tensor, kind: str = "") -> tuple[Tensor, Tensor]:
+        """positions (B, T) → cosines and sines (B, T, rotated values), in two equal halves; kind: see
+        Architecture.rotation."""
+        rope = self.rope[kind] if kind else self.rope
+        frequencies, scale = self._frequencies(rope) if kind else self.inv_freq, 1.0
+        if rope["rope_type"] == "longrope":
+            long = bool(positions.max() >= rope["original_max_position_embeddings"])
+            frequencies = frequencies / torch.tensor(rope["long_factor" if long else "short_factor"])
+            scale = rope["attention_factor"]
+        angles = positions[..., None].float() * frequencies
         both = torch.cat([angles, angles], -1)
-        return both.cos(), both.sin()
+        return both.cos() * scale, both.sin() * scale
 
 
 class Skeleton(nn.Module):
@@ -109,6 +123,19 @@ class Skeleton(nn.Module):
         self.norm = _Norm(arch.final_norm, config.hidden_size, config.rms_norm_eps)
         self.embed_tokens: nn.Module | None = None
         self.rotary_emb: nn.Module = _Rotary(config)
+
+
+class _Joined(nn.Module):
+    """Linears that transformers has as one: their outputs, side by side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.children()], -1)
+
+
+def _split_shared(block: Any, arch: Architecture) -> None:
+    """Makes room for each linear of a shared tensor, in transformers' block."""
+    for path in {linear.stored for linear in arch.linears.values() if linear.shared}:
+        block.set_submodule(path, _Joined())
 
 
 def packed(gguf: GGUF, name: str) -> Packed:
@@ -134,8 +161,8 @@ def matrix_and_bias(
     linear, order = arch.linears[tensor], arch.row_order(tensor, sizes)
     name = f"blk.{block}.{linear.gguf}"
     matrix, bias = packed(gguf, f"{name}.weight"), vector(gguf, f"{name}.bias")
-    if linear.first_row is not None:
-        rows = slice(linear.first_row(sizes), linear.first_row(sizes) + linear.shape(sizes)[0])
+    if linear.shared:
+        rows = linear.rows(sizes)
         matrix = Packed(matrix.data[rows], matrix.type, rows.stop - rows.start, matrix.cols)
         bias = None if bias is None else bias[rows]
     if order is None:
@@ -167,6 +194,7 @@ def load_gguf(path: Path, frozen: str, lean: bool) -> Stack:
             model = AutoModel.from_config(config)
     sizes = arch.sizes(config)
     for number, block in enumerate(model.layers):
+        _split_shared(block, arch)
         for tensor, linear in arch.linears.items():  # their shapes were checked with the header
             matrix, bias = matrix_and_bias(gguf, number, tensor, arch, sizes)
             dense = frozen == "dense"
@@ -235,15 +263,18 @@ def load_hf(path_or_hub_id: str, frozen: str = "auto") -> Stack:
 
     folder = resolve(path_or_hub_id)
     arch, config = read_config(folder)
-    weights = Weights(folder)
+    weights = Weights(folder, arch.renamed)
     _check_shapes(arch, config, weights)
+    sizes = arch.sizes(config)
     with torch.device("meta"):
-        model = AutoModel.from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+        model = AutoModel.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
     for number, block in enumerate(model.layers):
         prefix = f"layers.{number}."
+        modules = {linear.path: block.get_submodule(linear.stored) for linear in arch.linears.values()}
+        _split_shared(block, arch)
         for linear in arch.linears.values():
-            module = block.get_submodule(linear.path)
-            block.set_submodule(linear.path, _hf_linear(weights, prefix + linear.path, module, frozen, folder))
+            weight, bias = _hf_tensors(weights, prefix, linear, sizes, modules[linear.path].bias is not None)
+            block.set_submodule(linear.path, _hf_linear(prefix + linear.path, weight, bias, frozen))
         for norm in arch.norms:
             name = f"{prefix}{norm.path}.weight"
             if name in weights:
@@ -263,19 +294,25 @@ def _check_shapes(arch: Architecture, config: Any, weights: Weights) -> None:
     weights.place("embed_tokens.weight", (sizes.vocabulary, sizes.width))
     for number in range(sizes.depth):
         for linear in arch.linears.values():
-            weights.place(f"layers.{number}.{linear.path}.weight", linear.shape(sizes))
+            weights.place(f"layers.{number}.{linear.stored}.weight", arch.stored_shapes(sizes)[linear.gguf])
 
 
-def _hf_linear(weights: Weights, name: str, wanted: Any, frozen: str, folder: Path) -> nn.Module:
-    shape = (wanted.out_features, wanted.in_features)
-    weight = weights.tensor(f"{name}.weight", shape)
-    if (f"{name}.bias" in weights) != (wanted.bias is not None):
-        state = "has" if wanted.bias is None else "lacks"
-        raise ModelError(f"{folder} {state} {name}.bias, against its config.json", "download or copy it again")
-    bias = None if wanted.bias is None else weights.tensor(f"{name}.bias", shape[:1]).float()
+def _hf_tensors(
+    weights: Weights, prefix: str, linear: Linear, sizes: Sizes, biased: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a linear, in the folder's own type; of a shared tensor, its rows. biased: it has a bias."""
+    name, rows = prefix + linear.stored, linear.rows(sizes)
+    weight = weights.rows(f"{name}.weight", rows)
+    if (f"{name}.bias" in weights) != biased:
+        state = "lacks" if biased else "has"
+        raise ModelError(f"{weights.folder} {state} {name}.bias, against its config.json", "download or copy it again")
+    return weight, weights.rows(f"{name}.bias", rows).float() if biased else None
+
+
+def _hf_linear(name: str, weight: Tensor, bias: Tensor | None, frozen: str) -> nn.Module:
     if frozen == "dense":
         return _dense(weight, bias)
-    if shape[1] % 2:
-        what = f"{name} has rows of {shape[1]} values, which cannot be packed"
+    if weight.shape[1] % 2:
+        what = f"{name} has rows of {weight.shape[1]} values, which cannot be packed"
         raise ModelError(what, "use `--set model.frozen=dense`")
     return PackedLinear(Int8(weight) if frozen == "int8" else Nf4(weight), bias)

@@ -169,8 +169,9 @@ class PackedHead:
     In float32 always: a logit of 20 in bf16 would be off by up to 0.06.
     """
 
-    def __init__(self, packed: Packed) -> None:
-        self.packed = packed
+    def __init__(self, packed: Packed, cap: float = 0.0) -> None:
+        """cap: logits become cap · tanh(logits / cap); 0: they stay."""
+        self.packed, self.cap = packed, cap
         self.backend: Backend = TORCH
 
     def chunk(self) -> int:
@@ -179,7 +180,13 @@ class PackedHead:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden (n, d) → (n, vocabulary)."""
-        out = torch.empty(len(hidden), self.packed.rows) if out is None else out
+        out = self.products(hidden, torch.empty(len(hidden), self.packed.rows) if out is None else out)
+        if self.cap:
+            self.backend.cap_(out, self.cap)
+        return out
+
+    def products(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Logits without a cap."""
         for start, part in self._parts():
             self.backend.mm(hidden, part.T, out[:, start : start + part.rows])
         return out
@@ -211,8 +218,8 @@ class _HeadLoss(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(hidden), head.chunk()):
             part = slice(start, start + head.chunk())
-            logits = head.logits(hidden[part], scratch.take(len(hidden[part]), head.packed.rows))
-            total += head.backend.cross_entropy(logits, targets[part])
+            logits = head.products(hidden[part], scratch.take(len(hidden[part]), head.packed.rows))
+            total += head.backend.cross_entropy(logits, targets[part], head.cap)
             if dhidden is not None:
                 dhidden[part] = head.back(logits)
         ctx.dhidden = dhidden

@@ -52,6 +52,7 @@ static const long CHUNK = 256;       // numbers of a row that are unpacked at a 
 static const long BYTE_GROUP = 32;   // bytes that share a scale
 static const long DEPTH = 256;       // units of a panel that stay in the cache
 static const long MC = 16 * TILE_ROWS;      // rows of C that a thread takes
+static const long STEP = BY_LANE ? TILE_ROWS : 1;  // between units of a row of A in bytes
 
 static inline long units_of(long K, int kind) { return (K + (1 << kind) - 1) >> kind; }
 static inline long lanes_of(long N, long panel) { return padded(std::min(NR, N - panel * NR)); }
@@ -132,9 +133,11 @@ static inline ri dot_bytes(ri c, const int32_t *b, int32_t a) {
 }
 #endif
 
-struct Strip {  // M rows of A as units, and for bytes the scales of each group of a row and what its sums begin with
+// M rows of A as units, and for bytes the scales of each group of a row and what its sums begin with. On ARM bytes stand
+// as a unit of each of TILE_ROWS rows, then the next unit of each: one load takes four rows'
+struct Strip {
     const int32_t *data;
-    long row, col;
+    long row, col;  // units between rows, on average; between units of a row
     const float *scale;
     const int32_t *zero;
     long rows;  // scales of a group lie together, one for each of so many rows
@@ -159,40 +162,76 @@ struct Bytes {
     }
 };
 
+template <int N>
+static inline void load_pairs(const int32_t *from, ri (&to)[N]) {
+#pragma GCC unroll 8
+    for (int n = 0; n + 1 < N; n += 2)
+        asm volatile("ldp %q0, %q1, %2" : "=w"(to[n]), "=w"(to[n + 1]) : "Ump"(*(const ri *)(from + n * VL)));
+    if (N % 2) asm volatile("ldr %q0, %1" : "=w"(to[N - 1]) : "m"(*(const ri *)(from + (N - 1) * VL)));
+}
+
 // In this order: compilers load all of B first, and then keep sums in memory
 template <typename T, int LANE, int M, int N>
 static inline void add_lane(typename T::sum (&sums)[M][N], const ri (&a)[M], const int32_t *b) {
+    ri columns[N];
+    load_pairs(b, columns);
 #pragma GCC unroll 8
-    for (int n = 0; n < N; n += 2) {
-        ri one, two;
-        if (n + 1 < N) asm volatile("ldp %q0, %q1, %2" : "=w"(one), "=w"(two) : "Ump"(*(const ri *)(b + n * VL)));
-        else asm volatile("ldr %q0, %1" : "=w"(one) : "m"(*(const ri *)(b + n * VL)));
+    for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            sums[m][n] = T::template add_lane<LANE>(sums[m][n], one, a[m]);
-            if (n + 1 < N) sums[m][n + 1] = T::template add_lane<LANE>(sums[m][n + 1], two, a[m]);
-        }
-    }
+        for (int n = 0; n < N; n++) sums[m][n] = T::template add_lane<LANE>(sums[m][n], columns[n], a[m]);
 }
 
 // the same for one unit of rows that lie beside each other
 template <typename T, int M, int N>
 static inline void add_column(typename T::sum (&sums)[M][N], const int32_t *a, const int32_t *b) {
-    ri four[(M + 3) / 4];
+    ri rows[M / 4], columns[N];
+    load_pairs(a, rows), load_pairs(b, columns);
 #pragma GCC unroll 8
-    for (int q = 0; q < M / 4; q++) asm volatile("ldr %q0, %1" : "=w"(four[q]) : "m"(*(const ri *)(a + 4 * q)));
-#pragma GCC unroll 8
-    for (int n = 0; n < N; n++) {
-        ri one;
-        asm volatile("ldr %q0, %1" : "=w"(one) : "m"(*(const ri *)(b + n * VL)));
+    for (int n = 0; n < N; n++)
 #pragma GCC unroll 8
         for (int q = 0; q < M / 4; q++) {
-            sums[4 * q][n] = T::template add_lane<0>(sums[4 * q][n], one, four[q]);
-            sums[4 * q + 1][n] = T::template add_lane<1>(sums[4 * q + 1][n], one, four[q]);
-            sums[4 * q + 2][n] = T::template add_lane<2>(sums[4 * q + 2][n], one, four[q]);
-            sums[4 * q + 3][n] = T::template add_lane<3>(sums[4 * q + 3][n], one, four[q]);
+            sums[4 * q][n] = T::template add_lane<0>(sums[4 * q][n], columns[n], rows[q]);
+            sums[4 * q + 1][n] = T::template add_lane<1>(sums[4 * q + 1][n], columns[n], rows[q]);
+            sums[4 * q + 2][n] = T::template add_lane<2>(sums[4 * q + 2][n], columns[n], rows[q]);
+            sums[4 * q + 3][n] = T::template add_lane<3>(sums[4 * q + 3][n], columns[n], rows[q]);
         }
+}
+
+// The sums of a group of bytes
+template <int M, int N>
+static inline void sum_group(ri (&sums)[M][N], const int32_t *a, const int32_t *b, long width) {
+#if DOT_BYTES
+    if constexpr (M == 8 && N == 2) {  // in one piece: compilers move sums from register to register
+        ri a0, a1, b0, b1;
+#define ROW(one, two, a, lane)                        \
+    "sdot %" #one ".4s, %18.16b, %" #a ".4b[" #lane "]\n" \
+    "sdot %" #two ".4s, %19.16b, %" #a ".4b[" #lane "]\n"
+#define UNIT(at)                                                                                 \
+    "ldp %q16, %q17, [%20, " #at "]\n"                                                           \
+    "ldp %q18, %q19, [%21, " #at "]\n"                                                           \
+    ROW(0, 1, 16, 0) ROW(2, 3, 16, 1) ROW(4, 5, 16, 2) ROW(6, 7, 16, 3)                          \
+    ROW(8, 9, 17, 0) ROW(10, 11, 17, 1) ROW(12, 13, 17, 2) ROW(14, 15, 17, 3)
+#define ZERO(one, two) "movi %" #one ".4s, 0\nmovi %" #two ".4s, 0\n"
+#define OUT(m) "=&w"(sums[m][0]), "=&w"(sums[m][1])
+        asm volatile(ZERO(0, 1) ZERO(2, 3) ZERO(4, 5) ZERO(6, 7) ZERO(8, 9) ZERO(10, 11) ZERO(12, 13) ZERO(14, 15)
+                     UNIT(0) UNIT(32) UNIT(64) UNIT(96) UNIT(128) UNIT(160) UNIT(192) UNIT(224)
+                     : OUT(0), OUT(1), OUT(2), OUT(3), OUT(4), OUT(5), OUT(6), OUT(7),
+                       "=&w"(a0), "=&w"(a1), "=&w"(b0), "=&w"(b1)
+                     : "r"(a), "r"(b)
+                     : "memory");
+#undef ROW
+#undef UNIT
+#undef ZERO
+#undef OUT
+        return;
     }
+#endif
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) sums[m][n] = ri{};
+#pragma GCC unroll 8
+    for (int k = 0; k < BYTE_GROUP / 4; k++) add_column<Bytes, M, N>(sums, a + k * TILE_ROWS, b + k * width);
 }
 
 template <typename T, int M, int N>
@@ -224,8 +263,9 @@ static inline void tile(long units, const Strip &a, const int32_t *b, const floa
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) rows[m] = a.row_at(m);
         for (; k + 4 <= units; k += 4) add_four<T, M, N>(sums, rows, k, b, width);
-    } else if (a.row == 1 && M % 4 == 0)
-        for (; k < units; k++) add_column<T, M, N>(sums, a.data + k * a.col, b + k * width);
+    }
+    if constexpr (M % 4 == 0)
+        for (; a.row == 1 && k < units; k++) add_column<T, M, N>(sums, a.data + k * a.col, b + k * width);
 #endif
     for (; k < units; k++) {
 #pragma GCC unroll 8
@@ -245,21 +285,15 @@ template <int M, int N>
 static inline void byte_tile(long units, const Strip &a, const int32_t *b, const float *scales, long width, float *c,
                              long cm) {
     const long step = BYTE_GROUP / 4;
-#if BY_LANE
-    const int32_t *rows[M];
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) rows[m] = a.row_at(m);
-#endif
     for (long g = 0; g < units / step; g++) {
         ri sums[M][N];
+#if BY_LANE
+        sum_group(sums, a.data + g * step * STEP, b + g * step * width, width);
+#else
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++) sums[m][n] = (BYTE_ZERO ? a.zero[g * a.rows + m] : 0) - ri{};
-#if BY_LANE
-        add_four<Bytes, M, N>(sums, rows, g * step, b, width);
-        add_four<Bytes, M, N>(sums, rows, g * step + 4, b, width);
-#else
         for (long k = g * step; k < (g + 1) * step; k++) {
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++)
@@ -273,9 +307,9 @@ static inline void byte_tile(long units, const Strip &a, const int32_t *b, const
         rf column[N];
 #if BY_LANE
         asm("" : "+r"(sum));  // else c is kept in registers that there are not, and saved beside them
-        rf some[(M + 3) / 4];
+        rf some[M / 4];
 #pragma GCC unroll 8
-        for (int m = 0; M % 4 == 0 && m < M; m += 4) some[m / 4] = load(row_scales + m);
+        for (int m = 0; m < M; m += 4) some[m / 4] = load(row_scales + m);
 #endif
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) column[n] = load(scales + g * width + n * VL);
@@ -283,14 +317,22 @@ static inline void byte_tile(long units, const Strip &a, const int32_t *b, const
         for (int m = 0; m < M; m++) {
             float *to = sum + m * cm;
 #if BY_LANE
-            const float scale = M % 4 == 0 ? some[m / 4][m % 4] : row_scales[m];
+            const float scale = some[m / 4][m % 4];
 #else
             const float scale = row_scales[m];
 #endif
             rf now[N];
+#if BY_LANE
+            ri before[N];
+            load_pairs((const int32_t *)to, before);
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++)
-                now[n] = load(to + n * VL) + __builtin_convertvector(sums[m][n], rf) * (column[n] * scale);
+            for (int n = 0; n < N; n++) now[n] = (rf)before[n];
+#else
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) now[n] = load(to + n * VL);
+#endif
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) now[n] += __builtin_convertvector(sums[m][n], rf) * (column[n] * scale);
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++) store(to + n * VL, now[n]);
         }
@@ -299,9 +341,9 @@ static inline void byte_tile(long units, const Strip &a, const int32_t *b, const
 
 template <int KIND, int M, int N>
 static inline void any_tile(long units, const Strip &a, const int32_t *b, const float *scales, long width, float *c, long cm) {
-    if (KIND == FP32) tile<Fp32, M, N>(units, a, b, scales, width, c, cm);
-    if (KIND == BF16) tile<Bf16, M, N>(units, a, b, scales, width, c, cm);
-    if (KIND == INT8) byte_tile<M, N>(units, a, b, scales, width, c, cm);
+    if constexpr (KIND == FP32) tile<Fp32, M, N>(units, a, b, scales, width, c, cm);
+    if constexpr (KIND == BF16) tile<Bf16, M, N>(units, a, b, scales, width, c, cm);
+    if constexpr (KIND == INT8) byte_tile<M, N>(units, a, b, scales, width, c, cm);
 }
 
 template <int KIND, int M>
@@ -312,11 +354,13 @@ static inline void row_of_tiles(long units, const Strip &a, const int32_t *b, co
 
 template <int KIND>
 static void panel_product(long rows, long units, Strip a, const int32_t *b, const float *scales, long width, float *c) {
+    // Interleaved rows are tiles of four or more, the last of which may be of nothing
+    constexpr int FEW = BY_LANE && KIND == INT8 ? 4 : 3, ONE = BY_LANE && KIND == INT8 ? 4 : 1;
     for (long m = 0; m < rows;) {
-        const long left = rows - m, step = left >= TILE_ROWS ? TILE_ROWS : left >= 3 ? 3 : 1;
+        const long left = rows - m, step = left >= TILE_ROWS || (FEW == 4 && left > 4) ? TILE_ROWS : left >= FEW ? FEW : ONE;
         if (step == TILE_ROWS) row_of_tiles<KIND, TILE_ROWS>(units, a, b, scales, width, c);
-        else if (step == 3) row_of_tiles<KIND, 3>(units, a, b, scales, width, c);
-        else row_of_tiles<KIND, 1>(units, a, b, scales, width, c);
+        else if (step == FEW) row_of_tiles<KIND, FEW>(units, a, b, scales, width, c);
+        else row_of_tiles<KIND, ONE>(units, a, b, scales, width, c);
         m += step, c += step * NR;
         a.data += step * a.row, a.scale += step, a.zero += step;
     }
@@ -498,17 +542,52 @@ static void pack_rows(const Right &w, long N, long K, int kind, long first, long
         }
 }
 
+// the same in bytes: each column has scales of its own for groups of rows
+static void pack_byte_rows(const Right &w, long N, long K, long first, long last, int32_t *to, float *scales) {
+    const long each = BYTE_GROUP / 4, units = K / 4, groups = K / BYTE_GROUP;
+    const vf magic = all(12582912.0f);  // as in round_to_bytes
+    std::vector<float> numbers(BYTE_GROUP * (CHUNK + VL));
+    for (long g = first / each; g < last / each; g++)
+        for (long n = 0; n < N; n += CHUNK) {
+            const long count = std::min(CHUNK, N - n);
+            for (long r = 0; r < BYTE_GROUP; r++) {
+                float *row = numbers.data() + r * (CHUNK + VL);
+                read(w, g * BYTE_GROUP + r, n, count, row);
+                std::fill(row + count, row + padded(count), 0.0f);
+            }
+            for (long i = 0; i < count; i += VL) {
+                const float *column = numbers.data() + i;
+                vf most = vf{};
+                for (long r = 0; r < BYTE_GROUP; r++) {
+                    const vf up = (vf)((vi)load(column + r * (CHUNK + VL)) & 0x7fffffff);
+                    most = up > most ? up : most;
+                }
+                const vf factor = most > 0 ? 127 / most : vf{};
+                const long panel = (n + i) / NR, lanes = lanes_of(N, panel), at = (n + i) % NR;
+                store(scales + panel * NR * groups + g * lanes + at, most / 127);
+                int32_t *place = to + panel * NR * units + g * each * lanes + at;
+                for (long u = 0; u < each; u++, place += lanes) {
+                    vi unit = vi{};
+                    for (int j = 0; j < 4; j++, column += CHUNK + VL)
+                        unit |= (((vi)(load(column) * factor + magic) - 0x4b400000 + BYTE_ZERO) & 255) << 8 * j;
+                    *(vi *)place = unit;
+                }
+            }
+        }
+}
+
 // ------------------------------------------------------------------------------------------------- the product
 
 // What a product needs beside its operands, in one piece of memory: the packed B, and A where it has to be converted
 struct Plan {
-    long units, groups, panels;
+    long units, groups, panels, rows;  // rows of A that there is place for, if it is converted
     size_t b, scales, lows, a, a_scales, a_zero, a_sums, bytes;
     bool converts;
     Plan(const Left &left, long M, long N, long K, int kind) {
         units = units_of(K, kind), groups = kind == INT8 ? K / BYTE_GROUP : 0, panels = (N + NR - 1) / NR;
         converts = kind == INT8 || (kind == BF16 && (!left.half || left.col != 1 || left.row % 2 || K % 2));
-        const size_t lanes = (size_t)padded(N), rows = converts ? M : 0;
+        rows = converts ? (M + STEP - 1) / STEP * STEP : 0;
+        const size_t lanes = (size_t)padded(N);
         b = 0, scales = b + lanes * units * 4, lows = scales + lanes * groups * 4, a = lows + lanes * groups * 4;
         a_scales = a + rows * units * 4, a_zero = a_scales + rows * groups * 4, a_sums = a_zero + rows * groups * 4;
         bytes = a_sums + rows * groups * 4;
@@ -549,19 +628,22 @@ static void convert_bf16(const Left &a, long M, long K, long first, long last, i
         }
 }
 
-static void convert_bytes(const Left &a, long M, long K, long first, long last, uint8_t *to, float *scales, int32_t *zero,
+// M: rows that there is place for
+static void convert_bytes(const Left &a, long M, long K, long first, long last, int32_t *to, float *scales, int32_t *zero,
                           float *sums) {
-    const long groups = K / BYTE_GROUP;
+    const long groups = K / BYTE_GROUP, units = K / 4;
     for (long m = first; m < last; m++)
         for (long g = 0; g < groups; g++) {
             float x[BYTE_GROUP];
+            int32_t codes[BYTE_GROUP / 4];
             read(a, m, g * BYTE_GROUP, BYTE_GROUP, x);
-            uint8_t *codes = to + m * K + g * BYTE_GROUP;
-            scales[g * M + m] = to_bytes(x, codes, 0);
+            scales[g * M + m] = to_bytes(x, (uint8_t *)codes, 0);
             int32_t total = 0;
-            for (long i = 0; i < BYTE_GROUP; i++) total += (int8_t)codes[i];
+            for (long i = 0; i < BYTE_GROUP; i++) total += ((int8_t *)codes)[i];
             zero[g * M + m] = -BYTE_ZERO * total;
             sums[m * groups + g] = scales[g * M + m] * total;  // of what is multiplied: their errors cancel
+            int32_t *place = to + (BY_LANE ? m / TILE_ROWS * TILE_ROWS : m) * units + g * BYTE_GROUP / 4 * STEP + m % STEP;
+            for (long u = 0; u < BYTE_GROUP / 4; u++) place[u * STEP] = codes[u];
         }
 }
 
@@ -618,7 +700,7 @@ extern "C" {
 // Bytes of scratch that `multiply_matrices` needs
 int64_t product_bytes(const Left *left, long M, long N, long K, int kind) { return Plan(*left, M, N, K, kind).bytes; }
 
-// C (M, N) = A (M, K) B (K, N). In bytes: K is a multiple of BYTE_GROUP, B is turned, and its rows lie close.
+// C (M, N) = A (M, K) B (K, N). In bytes: K is a multiple of BYTE_GROUP, and the rows of A lie close.
 void multiply_matrices(const Left *left, const Right *right, const Out *out, long M, long N, long K, int kind, void *scratch,
                        int threads) {
     const Plan plan(*left, M, N, K, kind);
@@ -631,14 +713,18 @@ void multiply_matrices(const Left *left, const Right *right, const Out *out, lon
     share(all_b + all_a, threads, [&](long piece, int) {
         if (piece >= all_b) {
             const long first = (piece - all_b) * 32, last = std::min(first + 32, M);
-            if (kind == INT8) convert_bytes(*left, M, K, first, last, (uint8_t *)a, a_scales, zero, a_sums);
+            if (kind == INT8) convert_bytes(*left, plan.rows, K, first, last, a, a_scales, zero, a_sums);
             else convert_bf16(*left, M, K, first, last, a);
         } else if (right->turned) {
             const long group = piece * NR * plan.groups;
             pack_turned(*right, N, K, kind, piece, b + piece * NR * plan.units, scales + group, lows + group);
-        } else pack_rows(*right, N, K, kind, piece * rows, std::min((piece + 1) * rows, plan.units), b);
+        } else {
+            const long first = piece * rows, last = std::min(first + rows, plan.units);
+            if (kind == INT8) pack_byte_rows(*right, N, K, first, last, b, scales);
+            else pack_rows(*right, N, K, kind, first, last, b);
+        }
     });
-    Strip strip = {a, plan.units, 1, a_scales, zero, M};
+    Strip strip = {a, plan.units, kind == INT8 ? STEP : 1, a_scales, zero, plan.rows};
     if (!plan.converts) {
         strip.data = (const int32_t *)left->data;
         strip.row = left->half ? left->row / 2 : left->row, strip.col = left->half ? 1 : left->col;
@@ -646,7 +732,7 @@ void multiply_matrices(const Left *left, const Right *right, const Out *out, lon
     if (kind == FP32) multiply<FP32>(strip, b, scales, nullptr, nullptr, *out, M, N, K, threads);
     if (kind == BF16) multiply<BF16>(strip, b, scales, nullptr, nullptr, *out, M, N, K, threads);
     if (kind == INT8)
-        multiply<INT8>(strip, b, scales, has_lows(right->type) ? lows : nullptr, a_sums, *out, M, N, K, threads);
+        multiply<INT8>(strip, b, scales, right->turned && has_lows(right->type) ? lows : nullptr, a_sums, *out, M, N, K, threads);
 }
 
 int multiplies_bytes(void) { return DOT_BYTES; }

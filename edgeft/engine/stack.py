@@ -59,8 +59,8 @@ class ExecutionOptions:
     """How a stack runs. None of it changes what is computed, up to rounding."""
 
     backend: Backend = TORCH
-    # operands of the blocks' products, where the backend runs them: fp32, bf16, or int8 of frozen weights in the
-    # forward pass; the head's are float32
+    # operands of the blocks' products, where the backend runs them: fp32, bf16, or int8 where a weight is packed; the
+    # head's are float32
     products: str = "fp32"
     # gradient checkpointing: none; full: only inputs of blocks are kept; selective: where no weight is trained, and
     # the backend runs the blocks, inputs and little more
@@ -99,9 +99,10 @@ class Stack:
     def width(self) -> int:
         return int(self.config.hidden_size)
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions (B, T) → cosines and sines, (B, T, d) each."""
-        angles: tuple[Tensor, Tensor] = self.model.rotary_emb(torch.empty(0), positions)  # type: ignore[operator]
+    def rotary(self, positions: Tensor, kind: str = "") -> tuple[Tensor, Tensor]:
+        """positions (B, T) → cosines and sines, (B, T, d) each; kind: see Architecture.rotation."""
+        module, more = self.model.rotary_emb, (kind,) if kind else ()
+        angles: tuple[Tensor, Tensor] = module(torch.empty(0), positions, *more)  # type: ignore[operator]
         return angles
 
     def run(self, hidden: Tensor, batch: Batch, blocks: range) -> Tensor:
@@ -119,8 +120,13 @@ class Stack:
     ) -> Tensor:
         """Blocks as transformers runs them: hidden (B, T, d), positions (B, T), mask (B, 1, T, S) or, for B = 1, a
         tree; cache: transformers' KV cache."""
-        keywords = {"position_embeddings": self.rotary(positions), "attention_mask": mask, "past_key_values": cache}
+        turns: dict[str, tuple[Tensor, Tensor]] = {}
         for number in blocks:
+            kind = self.arch.rotation(self.config, number) or ""  # a block without one does not read it
+            if kind not in turns:
+                turns[kind] = self.rotary(positions, kind)
+            seen = _within(mask, self.arch.window(self.config, number))
+            keywords = {"position_embeddings": turns[kind], "attention_mask": seen, "past_key_values": cache}
             if self.options.recompute == "full" and torch.is_grad_enabled():
                 from torch.utils.checkpoint import checkpoint
 
@@ -139,10 +145,9 @@ class Stack:
 
     def _runner(self, positions: Tensor, tree: Tree, context: Context | None = None) -> Runner:
         """positions: of the tokens that it runs."""
-        cos, sin = self.rotary(positions[None])
         products = self.options.products
         compute = ComputeOptions(self.options.backend, products == "bf16", products == "int8")
-        return Runner(compute, self, tree, (cos[0], sin[0]), context)
+        return Runner(compute, self, tree, positions, context)
 
     def _context(self, hidden: Tensor, batch: Batch, cut: int) -> Context:
         """Runs the tokens through which no gradient passes, as in inference: only what others see of them is kept."""
@@ -230,6 +235,17 @@ class Stack:
 
     def linear(self, block: int, tensor: str) -> nn.Module:
         return self.layers[block].get_submodule(self.arch.linears[tensor].path)
+
+
+def _within(mask: Tensor | Tree, window: int) -> Tensor | Tree:
+    """The same, of which each token sees only what is within the window; 0: all. In a mask (B, 1, T, S), true where a
+    key is seen, the last of the S keys is the last of the T queries."""
+    if isinstance(mask, Tree):
+        return mask.within(window)
+    if not window:
+        return mask
+    queries, keys = mask.shape[2:]
+    return mask & torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries - window + 1)
 
 
 def _needs_gradient(block: nn.Module, stream: DeferredResidual) -> bool:

@@ -84,6 +84,25 @@ static inline vf vexp(vf x) {
     return p * (vf)e;
 }
 
+// tanh to 1e-6: an odd polynomial of degree 13 over an even one of degree 6, on [-7.9, 7.9]
+static inline vf vtanh(vf x) {
+    x = x < -7.9f ? all(-7.9f) : x;
+    x = x > 7.9f ? all(7.9f) : x;
+    const vf y = x * x;
+    vf p = all(-2.76076847742355e-16f);
+    p = p * y + 2.00018790482477e-13f;
+    p = p * y + -8.60467152213735e-11f;
+    p = p * y + 5.12229709037114e-08f;
+    p = p * y + 1.48572235717979e-05f;
+    p = p * y + 6.37261928875436e-04f;
+    p = p * y + 4.89352455891786e-03f;
+    vf q = all(1.19825839466702e-06f);
+    q = q * y + 1.18534705686654e-04f;
+    q = q * y + 2.26843463243900e-03f;
+    q = q * y + 4.89352518554385e-03f;
+    return x * p / q;
+}
+
 static inline long padded(long n) { return (n + VL - 1) / VL * VL; }
 
 static inline void widen(const bf16 *x, long count, float *to) {

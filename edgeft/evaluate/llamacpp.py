@@ -66,8 +66,9 @@ class LlamaFile(AbstractContextManager["LlamaFile"]):
         self.room_bytes = usable_bytes(room_bytes)
         params = api.llama_model_default_params()
         # Weights repacked for faster products are a copy of the whole file in memory; the file itself is mapped, and
-        # the system can drop its pages.
-        params.use_extra_bufts = self.path.stat().st_size < COPY_SHARE * self.room_bytes
+        # the system can drop its pages. Products with AMX need that copy, and crash if GCC 11 or 12 compiled them.
+        amx = b"AMX_INT8 = 1" in api.llama_print_system_info()
+        params.use_extra_bufts = not amx and self.path.stat().st_size < COPY_SHARE * self.room_bytes
         self._model = api.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self._model:
             # the first line names the cause, later ones only say that loading failed

@@ -24,6 +24,7 @@ from edgeft.formats.safetensors import Weights
 from edgeft.formats.source import open_tokenizer_file, resolve
 from edgeft.formats.vocabulary import BYTE_LEVEL, SENTENCEPIECE, splitter_name
 
+MERGED = {"behavior": "MergedWithPrevious", "invert": False}
 SPACE = "\u2581"  # how SentencePiece writes a space
 
 
@@ -32,7 +33,8 @@ def hf_to_gguf(hf_dir: str, out: Path) -> Path:
     out = Path(out)
     check_place(out)
     folder = resolve(hf_dir)
-    (arch, config), weights = read_config(folder), Weights(folder)
+    arch, config = read_config(folder)
+    weights = Weights(folder, arch.renamed)
     name = hf_dir.rstrip("/").rpartition("/")[2] or folder.resolve().name
     records = _metadata(config, arch, name) + _tokenizer(folder, int(config.vocab_size))
     place(out, records, _tensors(config, arch, weights))
@@ -70,12 +72,18 @@ def _tensors(config: Any, arch: Architecture, weights: Weights) -> list[NewTenso
     out.append(_tensor(weights, "norm.weight", "output_norm.weight", (sizes.width,), offset=arch.final_norm.offset))
     if not config.tie_word_embeddings:
         out.append(_tensor(weights, "lm_head.weight", "output.weight", table))
-    if config.rope_parameters["rope_type"] == "llama3":
+    if arch.rope(config)["rope_type"] == "llama3":
         factors = rope_factors(config, sizes.head)
         out.append(NewTensor("rope_freqs.weight", factors.shape, ggml.F32, factors.nbytes, lambda: factors))
+    for name, values in arch.factors(config).items():
+        vector = np.array(values, np.float32)
+        out.append(NewTensor(name, vector.shape, ggml.F32, vector.nbytes, vector.copy))
     for number in range(sizes.depth):
         for tensor, linear in arch.linears.items():
-            source, target, shape = f"layers.{number}.{linear.path}", f"blk.{number}.{linear.gguf}", linear.shape(sizes)
+            if linear.rows(sizes).start:
+                continue  # of a shared tensor, which was written with its first rows
+            source, target = f"layers.{number}.{linear.stored}", f"blk.{number}.{linear.gguf}"
+            shape = arch.stored_shapes(sizes)[linear.gguf]
             order = arch.row_order(tensor, sizes)
             back = None if order is None else np.argsort(order)
             out.append(_tensor(weights, f"{source}.weight", f"{target}.weight", shape, back))
@@ -195,7 +203,9 @@ def _space_prefix(source: Any, starts_special: bool) -> bool:
     normalizer, pre = source.get("normalizer") or {}, source.get("pre_tokenizer") or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     kinds = [step["type"] for step in steps]
-    if not pre and kinds in (["Prepend", "Replace"], ["Replace"]):
+    # after the normalizer no space is left at which Gemma's tokenizer could split
+    splits_nothing = pre == {"type": "Split", "pattern": {"String": " "}, **MERGED} and "Replace" in kinds
+    if (not pre or splits_nothing) and kinds in (["Prepend", "Replace"], ["Replace"]):
         return "Prepend" in kinds
     if not steps and pre.get("type") == "Metaspace":
         # `first` has no counterpart: a space at the start only. After a leading special token there is none.

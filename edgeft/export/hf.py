@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from gguf.constants import TokenType
 
-from edgeft.arch import Architecture, of_gguf
+from edgeft.arch import Architecture, Linear, Sizes, of_gguf
 from edgeft.arch.check import read_config
 from edgeft.engine.load import matrix_and_bias, norm_weight, packed, vector
 from edgeft.engine.packed import Packed
@@ -149,13 +149,22 @@ def _from_gguf(source: Path, updates: Updates, folder: Path) -> None:
     _tokenizer_files(gguf, config, folder)  # before the weights: it fails sooner
     shards = Shards(folder)
     done: set[str] = set()
-    for name, values in updates:
+
+    def stored(number: str, linear: Linear) -> torch.Tensor:
+        return packed(gguf, f"blk.{number}.{linear.gguf}.weight").copy()
+
+    for name, values in _whole_tensors(updates, arch, sizes, stored):
         shards.add(f"model.{name}", values.half())
         done.add(name)
     for number in range(sizes.depth):
         for tensor, linear in arch.linears.items():
-            name = f"layers.{number}.{linear.path}"
-            matrix, bias = matrix_and_bias(gguf, number, tensor, arch, sizes)
+            name = f"layers.{number}.{linear.stored}"
+            if linear.shared:
+                matrix, bias = packed(gguf, f"blk.{number}.{linear.gguf}.weight"), None
+                if linear.rows(sizes).start:
+                    continue  # written with its first rows
+            else:
+                matrix, bias = matrix_and_bias(gguf, number, tensor, arch, sizes)
             if f"{name}.weight" not in done:
                 shards.add(f"model.{name}.weight", _half(matrix))
             if bias is not None and f"{name}.bias" not in done:
@@ -178,6 +187,28 @@ def _from_gguf(source: Path, updates: Updates, folder: Path) -> None:
         shards.add(f"model.{name}", torch.zeros(rows, dtype=torch.float16))
     shards.close()
     _save_config(gguf, arch, config, folder)
+
+
+def _whole_tensors(
+    updates: Updates, arch: Architecture, sizes: Sizes, stored: Callable[[str, Linear], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same updates; those of linears that share a tensor as one, with its other rows. stored: what it was before,
+    by block and linear."""
+    whole: dict[str, torch.Tensor] = {}  # one at a time: updates come block by block
+    for name, values in updates:
+        number = name.split(".")[1]
+        shared = {f"layers.{number}.{one.path}.weight": one for one in arch.linears.values() if one.shared}
+        linear = shared.get(name)
+        target = "" if linear is None else f"layers.{number}.{linear.stored}.weight"
+        if whole and target not in whole:
+            yield whole.popitem()
+        if linear is None:
+            yield name, values
+            continue
+        if not whole:
+            whole[target] = stored(number, linear).float()
+        whole[target][linear.rows(sizes)] = values.detach().float()
+    yield from whole.items()
 
 
 def _half(matrix: Packed) -> torch.Tensor:
@@ -318,14 +349,21 @@ def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> Any:
 
 def _from_hf(source: str, updates: Updates, folder: Path) -> None:
     origin = resolve(source)
-    (arch, config), weights = read_config(origin), Weights(origin)
+    arch, config = read_config(origin)
+    weights = Weights(origin, arch.renamed)
     for file in origin.iterdir():
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHT_ENDINGS):
             shutil.copyfile(file, folder / file.name)
     for file in weights.files:
         shutil.copyfile(file, folder / file.name)
     new: dict[str, torch.Tensor] = {}
-    for name, values in updates:
+    sizes = arch.sizes(config)
+
+    def stored(number: str, linear: Linear) -> torch.Tensor:
+        name = f"layers.{number}.{linear.stored}.weight"
+        return weights.tensor(name, arch.stored_shapes(sizes)[linear.gguf])
+
+    for name, values in _whole_tensors(updates, arch, sizes, stored):
         place = weights.places.get(name)
         if place is None and name.endswith(".bias"):  # a bias that the base does not have
             new[name] = values.to(DTYPES[weights.places[name.removesuffix("bias") + "weight"].dtype][0])

@@ -25,6 +25,8 @@ def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
     if scheme.biases or scheme.norms:
         raise ExportError("this run trained biases or norms beside its adapters, which PEFT's file cannot hold", hint)
     linears, tensors = stack.arch.linears, {}
+    if shared := sorted({linears[tensor].stored for _, tensor in scheme.updates if linears[tensor].shared}):
+        raise ExportError(f"PEFT has one adapter for all of {', '.join(shared)}, and this run several", hint)
     for number, tensor in scheme.updates:
         module = stack.linear(number, tensor)
         prefix = f"base_model.model.model.layers.{number}.{linears[tensor].path}"

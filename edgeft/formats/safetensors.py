@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -65,15 +65,21 @@ def _header(file: Path) -> Iterator[tuple[str, Place]]:
         raise bad from None
 
 
-class Weights:
-    """The tensors of a folder, by transformers' names without the leading `model.`."""
+def _renamed(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    for theirs, ours in pairs:
+        name = name.replace(theirs, ours)
+    return name
 
-    def __init__(self, folder: Path) -> None:
+
+class Weights:
+    """The tensors of a folder, by transformers' names without the leading `model.`; renamed: see Architecture."""
+
+    def __init__(self, folder: Path, renamed: Sequence[tuple[str, str]] = ()) -> None:
         self.folder = folder
         self.files = self._files()
         self.stored = {name: place for file in self.files for name, place in _header(file)}  # by the files' own names
         self.prefix = "model." if any(name.startswith("model.") for name in self.stored) else ""
-        self.places = {name.removeprefix("model."): place for name, place in self.stored.items()}
+        self.places = {_renamed(name.removeprefix("model."), renamed): place for name, place in self.stored.items()}
 
     def _files(self) -> list[Path]:
         index = self.folder / INDEX
@@ -116,7 +122,20 @@ class Weights:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A copy in the file's own type."""
-        place = self.place(name, shape)
+        return self._read(self.place(name, shape), shape)
+
+    def rows(self, name: str, rows: slice) -> torch.Tensor:
+        """A copy of these rows of a matrix, or numbers of a vector."""
+        known = self.places.get(name)
+        place = self.place(name, known.shape if known else ())
+        if not 0 <= rows.start < rows.stop <= place.shape[0]:
+            raise ModelError(f"{self.folder}: {name} has no rows {rows.start} to {rows.stop}")
+        row_bytes = place.nbytes // place.shape[0]
+        shape = (rows.stop - rows.start, *place.shape[1:])
+        offset = place.offset + rows.start * row_bytes
+        return self._read(replace(place, offset=offset, nbytes=shape[0] * row_bytes), shape)
+
+    def _read(self, place: Place, shape: tuple[int, ...]) -> torch.Tensor:
         with place.file.open("rb") as stream:
             stream.seek(place.offset)
             data = bytearray(stream.read(place.nbytes))

@@ -56,6 +56,14 @@ TEKKEN_REGEX = (
 )
 
 
+_ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O_REGEX = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _ENDING + r"|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _ENDING + r"|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 @dataclass(frozen=True)
 class Splitter:
     """A pre-tokenizer."""
@@ -71,12 +79,15 @@ SPLITTERS = {
     "llama-bpe": Splitter(LLAMA3_REGEX, ignore_merges=True),
     "qwen2": Splitter(QWEN2_REGEX),
     "tekken": Splitter(TEKKEN_REGEX, ignore_merges=True),
+    "dbrx": Splitter(LLAMA3_REGEX),
+    "gpt-4o": Splitter(GPT4O_REGEX),
 }
 # llama.cpp's aliases
 SAME_SPLITTERS = {
-    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone"), "smollm"),
     **dict.fromkeys(("llama3", "llama-v3"), "llama-bpe"),
     "deepseek-r1-qwen": "qwen2",
+    **dict.fromkeys(("olmo", "exaone4"), "gpt-2"),
 }
 
 

@@ -56,6 +56,12 @@ class _Saved:
     attention: list[Buffer] = field(default_factory=list)  # q, k, v and the attention output
     qkv: list[Buffer] = field(default_factory=list)  # input of q, k, v
     norms: list[Buffer] = field(default_factory=list)  # the stream before each norm
+    heads: list[Buffer] = field(default_factory=list)  # q and k before their norms
+    results: dict[str, Buffer] = field(default_factory=dict)  # of each half, before the norm after it
+
+    def every(self) -> list[Buffer]:
+        lists = self.ffn, self.o, self.attention, self.qkv, self.norms, self.heads, self.results.values()
+        return [buffer for some in lists for buffer in some]
 
 
 class TopPass:
@@ -68,6 +74,8 @@ class TopPass:
         self.pool = SimulatedPool()
         self.value_bytes = 2 if half else 4  # bytes of a GEMM's input or output value
         self.context = 0  # tokens that the others see and that are not run with them
+        self.places = {norm.place for norm in shape.arch.norms}
+        self.scaled = shape.scaled  # what a half adds is multiplied
 
     def peak_bytes(self, widest: Pass) -> int:
         """Of the pool after the largest pass, plus what malloc holds."""
@@ -98,7 +106,7 @@ class TopPass:
                 saved[block], stream = self.forward(block, stream, tokens, outputs if block == last else tokens, redo)
             if redo:
                 kept = saved[block]
-                pool.free(*kept.ffn, *kept.o, *kept.attention, *kept.qkv, *kept.norms)
+                pool.free(*kept.every())
                 stream[0].used = True  # by the next block
         grad: Buffer | None = self.fp32(outputs, shape.width)
         pool.free(stream[1])
@@ -119,9 +127,10 @@ class TopPass:
         for block in range(self.scheme.cut, self.shape.depth - 1):
             before = stream[0]
             saved, stream = self.forward(block, stream, tokens, tokens)
-            q, *_, mixed = saved.attention
-            pool.free(*saved.ffn, *saved.o, q, mixed, *saved.qkv, *saved.norms, before)
-            stream[0].used = True  # by the next block
+            _, *keys_and_values, _ = saved.attention
+            pool.free(*saved.every(), before)
+            for buffer in (stream[0], *keys_and_values):
+                buffer.used = True
         total, h = (self.fp32(tokens, self.shape.width) for _ in range(2))
         copy = self.bf16_copy(tokens, self.shape.width)
         self.products((tokens, self.shape.key), (tokens, self.shape.key))
@@ -149,6 +158,45 @@ class TopPass:
     def product(self, rows: int, width: int) -> Buffer:
         return self.products((rows, width))[0]
 
+    def normed(self, place: str, stream: Buffer, rows: int) -> Buffer:
+        """The norm of the stream, or the stream itself where the architecture has no norm here."""
+        return self.fp32(rows, self.shape.width) if place in self.places else stream
+
+    def result(self, half: str, out: Buffer, rows: int, results: dict[str, Buffer]) -> Buffer:
+        """What a half adds to the stream; results: takes what its norm keeps."""
+        if f"{half}_out" in self.places:
+            results[half] = out
+            return self.fp32(rows, self.shape.width)
+        if self.scaled:  # in memory of torch's own
+            self.pool.free(out)
+            return Buffer(0)
+        return out
+
+    def result_back(self, half: str, grad: Buffer, rows: int, results: dict[str, Buffer]) -> Buffer:
+        """The gradient of what `result` was given; grad stays."""
+        if half not in results:
+            return grad
+        made = self.fp32(rows, self.shape.width)
+        self.pool.free(results.pop(half))
+        return made
+
+    def head_norms(self, qkv: list[Buffer], outputs: int, rows: int) -> tuple[list[Buffer], list[Buffer]]:
+        """(q, k and v as attention reads them, q and k that their norms keep)."""
+        if "q" not in self.places:
+            return qkv, []
+        q, k, v = qkv
+        return [*self.products((outputs, self.shape.query), (rows, self.shape.key)), v], [q, k]
+
+    def head_norms_back(self, dq: Buffer, dk: Buffer, saved: _Saved) -> tuple[Buffer, Buffer]:
+        if not saved.heads:
+            return dq, dk
+        q, k = saved.heads
+        new_dk = self.fp32(saved.rows, self.shape.key)
+        self.pool.free(k, dk)
+        new_dq = self.fp32(saved.outputs, self.shape.query)
+        self.pool.free(q, dq)
+        return new_dq, new_dk
+
     def saved_inputs(self, block: int, tensors: Sequence[str], full: Buffer, rows: int, width: int) -> list[Buffer]:
         """What is saved of these layers' input: all of it, or only the channels that each weight gradient reads."""
         scheme, method = self.scheme, self.scheme.method
@@ -166,10 +214,11 @@ class TopPass:
         shape, pool = self.shape, self.pool
         x, deferred = stream
         total = self.fp32(rows, shape.width) if deferred is not None else x
-        h = self.fp32(rows, shape.width)
+        h = self.normed("attention", total, rows)
         x_copy = self.bf16_copy(rows, shape.width) or h
         qkv_inputs = self.saved_inputs(block, "qkv", x_copy, rows, shape.width)
         qkv = self.products((outputs, shape.query), (rows, shape.key), (rows, shape.key))
+        qkv, heads = self.head_norms(qkv, outputs, rows)
         joined = self.joined(rows)
         mixed = self.fp32(outputs, shape.query)
         pool.free(*joined)
@@ -178,35 +227,43 @@ class TopPass:
         out = self.product(outputs, shape.width)
         if o_copy not in o_inputs:
             pool.free(o_copy)
-        second, h2 = self.fp32(outputs, shape.width), self.fp32(outputs, shape.width)
+        results: dict[str, Buffer] = {}
+        out = self.result("attention", out, outputs, results)
+        second = self.fp32(outputs, shape.width)
+        h2 = self.normed("ffn", second, outputs)
         ffn_copy = self.bf16_copy(outputs, shape.width) or h2
         ffn_inputs = self.saved_inputs(block, ("gate", "up"), ffn_copy, outputs, shape.width)
         *gates, act = (self.ffn_buffer(outputs) for _ in range(3))
         added = self.product(outputs, shape.width)
         pool.free(act, out, None if keep_input else deferred)
+        added = self.result("ffn", added, outputs, results)
         # an unsaved input is freed, and so is the buffer it was copied from
-        pool.free(*(buffer for buffer in (ffn_copy, h2) if buffer not in ffn_inputs))
-        pool.free(*(buffer for buffer in (x_copy, h) if buffer not in qkv_inputs))
-        saved = _Saved(rows, outputs, [*gates, *ffn_inputs], o_inputs, [*qkv, mixed], qkv_inputs, [total, second])
+        pool.free(*(buffer for buffer in (ffn_copy, h2) if buffer not in (*ffn_inputs, second)))
+        pool.free(*(buffer for buffer in (x_copy, h) if buffer not in (*qkv_inputs, total)))
+        norms = [total, second]
+        saved = _Saved(rows, outputs, [*gates, *ffn_inputs], o_inputs, [*qkv, mixed], qkv_inputs, norms, heads, results)
         return saved, (second, added)
 
     def backward(self, block: int, saved: _Saved, grad: Buffer) -> Buffer | None:
         shape, pool, scheme = self.shape, self.pool, self.scheme
         rows, outputs = saved.rows, saved.outputs
+        dout = self.result_back("ffn", grad, outputs, saved.results)
         dy = self.bf16_copy(outputs, shape.width)
         dact = self.ffn_buffer(outputs)
         down = scheme.updates.get((block, "down"))
         reads_act = down is not None and not scheme.method.traits_of(down).frugal
         pool.free(dact, self.ffn_buffer(outputs) if reads_act else None)
         dx = self.product(outputs, shape.width)
-        pool.free(dy, *saved.ffn)
-        grad2 = self.fp32(outputs, shape.width)
-        pool.free(saved.norms[1], dx, grad)
+        pool.free(dy, *saved.ffn, dout if dout is not grad else None)
+        grad2 = self.normed("ffn", dx, outputs)  # without a norm, summed into what is there
+        pool.free(saved.norms[1], dx if dx is not grad2 else None, grad)
+        dout = self.result_back("attention", grad2, outputs, saved.results)
         dy = self.bf16_copy(outputs, shape.width)
         dmixed = self.product(outputs, shape.query)
-        pool.free(dy, *saved.o)
+        pool.free(dy, *saved.o, dout if dout is not grad2 else None)
         dq, dk, dv = self.attention_backward(outputs, rows)
         pool.free(dmixed, *saved.attention)
+        dq, dk = self.head_norms_back(dq, dk, saved)
         wanted = block > scheme.cut or block in scheme.norms
         dh = None
         for width, count in ((shape.query, outputs), (shape.key, rows), (shape.key, rows)):
@@ -215,8 +272,11 @@ class TopPass:
                 dh = self.product(rows, shape.width)
             pool.free(dy)
         pool.free(dq, dk, dv, *saved.qkv)
-        below = self.fp32(rows, shape.width) if block > scheme.cut else None
-        pool.free(saved.norms[0], dh, grad2)
+        below = None
+        if block > scheme.cut:
+            assert dh is not None
+            below = self.normed("attention", dh, rows)
+        pool.free(saved.norms[0], dh if dh is not below else None, grad2)
         return below
 
     def attention_backward(self, outputs: int, rows: int) -> tuple[Buffer, Buffer, Buffer]:
@@ -236,37 +296,42 @@ class TopPass:
         x, deferred = stream
         total = self.fp32(rows, shape.width) if deferred is not None else x
         second, attended = self.attention_half(block, rows)
-        pool.free(*attended)
+        pool.free(*attended.every())
         gates = self.gates(rows)
         act = self.saved_inputs(block, ("down",), gates[0], rows, shape.ffn) if self.scheme.share(block, "down") else []
         added = self.product(rows, shape.width)
         pool.free(*gates)
+        results: dict[str, Buffer] = {}
+        added = self.result("ffn", added, rows, results)
         if deferred is not None:
             pool.free(x, deferred)
-        return _Saved(rows, rows, ffn=act, norms=[total]), (second, added)
+        return _Saved(rows, rows, ffn=act, norms=[total], results=results), (second, added)
 
-    def attention_half(self, block: int, rows: int) -> tuple[Buffer, list[Buffer]]:
+    def attention_half(self, block: int, rows: int) -> tuple[Buffer, _Saved]:
         """The stream after attention, and the buffers that the backward pass needs."""
         shape, pool = self.shape, self.pool
-        h = self.fp32(rows, shape.width)
+        h = self.normed("attention", Buffer(0), rows)
         copy = self.bf16_copy(rows, shape.width)
-        saved = self.products((rows, shape.query), (rows, shape.key), (rows, shape.key))
+        qkv = self.products((rows, shape.query), (rows, shape.key), (rows, shape.key))
+        qkv, heads = self.head_norms(qkv, rows, rows)
         joined = self.joined(rows)
         mixed = self.fp32(rows, shape.query)
         pool.free(copy, h, *joined)
-        saved.append(mixed)
         copy = self.bf16_copy(rows, shape.query)
+        kept = []
         if self.scheme.share(block, "o"):
-            saved += self.saved_inputs(block, ("o",), copy or mixed, rows, shape.query)
+            kept = self.saved_inputs(block, ("o",), copy or mixed, rows, shape.query)
         out = self.product(rows, shape.width)
         pool.free(copy)
+        results: dict[str, Buffer] = {}
+        out = self.result("attention", out, rows, results)
         second = self.fp32(rows, shape.width)
         pool.free(out)
-        return second, saved
+        return second, _Saved(rows, rows, o=kept, attention=[*qkv, mixed], heads=heads, results=results)
 
     def gates(self, rows: int) -> list[Buffer]:
         """Outputs of gate and up."""
-        h = self.fp32(rows, self.shape.width)
+        h = self.normed("ffn", Buffer(0), rows)
         copy = self.bf16_copy(rows, self.shape.width)
         outputs = [self.ffn_buffer(rows) for _ in range(2)]
         self.pool.free(copy, h)
@@ -274,27 +339,30 @@ class TopPass:
 
     def frugal_backward(self, block: int, saved: _Saved, grad: Buffer) -> Buffer | None:
         shape, pool, rows = self.shape, self.pool, saved.rows
-        second, recomputed = self.attention_half(block, rows)
+        dout = self.result_back("ffn", grad, rows, saved.results)
+        second, again = self.attention_half(block, rows)
         dy = self.bf16_copy(rows, shape.width)
         dact = self.ffn_buffer(rows)
-        pool.free(dy)
+        pool.free(dy, dout if dout is not grad else None)
         gates = self.gates(rows)
         pool.free(dact)
         dnormed = self.product(rows, shape.width)
         pool.free(*gates)
         dx = self.fp32(rows, shape.width)
         pool.free(dnormed, second)
+        dout = self.result_back("attention", dx, rows, again.results)
         dy = self.bf16_copy(rows, shape.width)
         dmixed = self.product(rows, shape.query)
-        pool.free(dy)
+        pool.free(dy, dout if dout is not dx else None)
         dq, dk, dv = self.attention_backward(rows, rows)
-        pool.free(dmixed, *recomputed)
+        pool.free(dmixed, *again.attention, *again.o)
+        dq, dk = self.head_norms_back(dq, dk, again)
         dy = self.bf16_copy(rows, shape.query)
         dh = self.product(rows, shape.width)
         pool.free(dy, dq)
         for buffer in (dk, dv):
             dy = self.bf16_copy(rows, shape.key)
             pool.free(dy, buffer)
-        below = self.fp32(rows, shape.width) if block > self.scheme.cut else None
-        pool.free(dh, dx, grad, *saved.norms, *saved.ffn)
+        below = self.normed("attention", dh, rows) if block > self.scheme.cut else None
+        pool.free(dh if dh is not below else None, dx, grad, *saved.norms, *saved.ffn)
         return below

@@ -46,9 +46,17 @@ class Pass(NamedTuple):
         return cls(tokens, pairs, outputs, output_pairs, targets, tokens, pairs)
 
 
+def attended(shape: Shape, cut: int, sizes: Pass, live: bool = False) -> int:
+    """Pairs of tokens in the blocks from the cut on; live: of those through which gradients pass."""
+    last = range(shape.depth - 1, shape.depth)
+    tokens, pairs = (sizes.live, sizes.live_pairs) if live else (sizes.tokens, sizes.pairs)
+    between = shape.attended(range(cut, shape.depth - 1), tokens, pairs)
+    return between + shape.attended(last, sizes.outputs, sizes.output_pairs)
+
+
 def step_flops(shape: Shape, scheme: Scheme, sizes: Pass, back: bool = True) -> float:
     """Of one pass over the blocks from the cut on; back: with the backward pass."""
-    tokens, pairs, outputs, output_pairs, targets, live, live_pairs = sizes
+    tokens, _, outputs, _, targets, live, _ = sizes
     parameters = {name: rows * cols for name, rows, cols in shape.linears()}
     everywhere = parameters["k"] + parameters["v"]  # the last block computes only these for every token
     block = shape.block_parameters
@@ -58,7 +66,7 @@ def step_flops(shape: Shape, scheme: Scheme, sizes: Pass, back: bool = True) -> 
 
     between = shape.depth - scheme.cut - 1
     forward = 2.0 * block * tokens * between + last(tokens)
-    attention = 4.0 * shape.query * (pairs * between + output_pairs)
+    attention = 4.0 * shape.query * attended(shape, scheme.cut, sizes)
     head = 2.0 * shape.vocabulary * shape.width * targets
     if not back:
         return forward + attention + head
@@ -70,7 +78,7 @@ def step_flops(shape: Shape, scheme: Scheme, sizes: Pass, back: bool = True) -> 
             rows = outputs if number == shape.depth - 1 and name not in ("k", "v") else live
             if update := scheme.updates.get((number, name)):
                 updated += scheme.method.update_flops(update, out_features, in_features) * rows
-    attention_back = ATTENTION_BACK * 4.0 * shape.query * (live_pairs * between + output_pairs)
+    attention_back = ATTENTION_BACK * 4.0 * shape.query * attended(shape, scheme.cut, sizes, live=True)
     return forward + above + updated + attention + attention_back + 2 * head
 
 

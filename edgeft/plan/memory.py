@@ -220,6 +220,8 @@ def _train(spec: RunSpec) -> dict[str, float]:
     tensors = trained_tensors(shape, scheme)
     active = sum(tensors) * active_share(scheme)
     rows = LOGITS_BYTES // (4 * shape.vocabulary) or 1
+    # validation's passes may be larger
+    scored = max([widest.targets, *(part.targets for part in load.validation(how.micro_batch_tokens))])
     # a step in place holds one gradient at a time, unless gradients accumulate over micro-batches
     alone = how.step_in_place and all(len(step) <= 1 for step in load.passes(how.micro_batch_tokens))
     return {
@@ -230,7 +232,7 @@ def _train(spec: RunSpec) -> dict[str, float]:
         "optimiser state": state_bytes(spec.recipe) * active,
         "saved activations": _activations(spec, widest),
         "boundary states": widest.tokens * shape.width * (4 + CACHED_BYTES[how.trunk_dtype]),
-        "logits chunk": 4 * shape.vocabulary * min(rows, widest.targets) + 3 * 4 * widest.targets * shape.width,
+        "logits chunk": 4 * shape.vocabulary * min(rows, scored) + 3 * 4 * widest.targets * shape.width,
         "unpack scratch": _scratch(spec, widest.tokens, back=True),
         "data": _data(load, texts=False),
     }

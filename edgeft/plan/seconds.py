@@ -14,7 +14,7 @@ from edgeft.engine import compiled
 from edgeft.engine.limits import LOGITS_BYTES
 from edgeft.host import device
 from edgeft.plan.disk import checkpoint_bytes, expected_saves, save_every, trunk_bytes
-from edgeft.plan.flops import ATTENTION_BACK, Pass, Schedule, search_pays, search_tokens, step_flops
+from edgeft.plan.flops import ATTENTION_BACK, Pass, Schedule, attended, search_pays, search_tokens, step_flops
 from edgeft.plan.limits import EVAL_MIN_ROWS
 from edgeft.plan.memory import RunSpec
 from edgeft.plan.rows import total
@@ -28,6 +28,7 @@ LLAMA = 0.6  # llama.cpp's GEMMs, mostly 8-bit integer, relative to float32
 
 # Bytes read and written, per …
 BLOCK_VALUES = 12  # … value of a block's width, forward and backward: norms, residuals and other elementwise work
+NORM_VALUES = 6  # … value of a further norm, forward and backward
 WEIGHT_BYTES = 4.6  # … packed weight unpacked to float32; 2.6 to bf16
 FETCH_BYTES = 2.0  # … packed weight in addition, where its pages were released: page faults
 ADAM_BYTES = {"fp32": 32, "bf16": 32, "8bit": 32}  # … trained parameter and step: gradient, moments, weight, rounding
@@ -53,7 +54,7 @@ class Rates:
 
     fp32: float  # FLOPs of a float32 GEMM
     bf16: float
-    int8: float  # of frozen weights, with conversions
+    int8: float  # of packed weights, with conversions
     copy: float  # bytes moved in memory, by all threads
     write: float  # bytes to the disk, as measured by doctor
     source: str  # how they were obtained
@@ -107,7 +108,7 @@ class Clock:
         return seconds
 
     def _products(self, flops: float, frozen: float = 0.0) -> float:
-        """frozen: the share of forward products with frozen weights, in FLOPs."""
+        """frozen: the share of products with packed weights, in FLOPs."""
         rates, products = self.rates, self.spec.engine.products
         if products == "int8" and rates.int8:
             return (flops - frozen) / (PRODUCTS * rates.fp32) + frozen / (PRODUCTS * rates.int8)
@@ -116,7 +117,7 @@ class Clock:
 
     def _elementwise(self, tokens: int, blocks: int, sweeps: int) -> float:
         shape = self.shape
-        values = BLOCK_VALUES * (shape.width + shape.query // 2 + shape.ffn // 2)
+        values = BLOCK_VALUES * (shape.width + shape.query // 2 + shape.ffn // 2) + NORM_VALUES * shape.more_norms
         return 4 * values * tokens * blocks * sweeps / 3 / self.rates.copy
 
     def _unpack(self, values: int, times: int, half: bool) -> float:
@@ -138,9 +139,10 @@ class Clock:
         summed, count = total(passes), len(passes)
         shape, cut = self.shape, self.scheme.cut
         flops = 2.0 * shape.block_parameters * summed.tokens * cut
+        pairs = shape.attended(range(cut), summed.tokens, summed.pairs)
         half = self.spec.engine.half
         seconds = self._add("matrix products", self._products(flops, flops))
-        seconds += self._add("attention", 4.0 * shape.query * summed.pairs * cut / (ATTENTION * self.rates.fp32))
+        seconds += self._add("attention", 4.0 * shape.query * pairs / (ATTENTION * self.rates.fp32))
         seconds += self._add("norms and gates", self._elementwise(summed.tokens, cut, 1))
         return seconds + self._add("unpacking weights", self._unpack(cut * shape.block_parameters, count, half))
 
@@ -153,9 +155,8 @@ class Clock:
         recompute = mode == "full" or frugal
         blocks = shape.depth - self.scheme.cut
         head = 2.0 * shape.vocabulary * shape.width * summed.targets * (2 if back else 1)
-        pairs = summed.pairs * (blocks - 1) + summed.output_pairs
-        attention = 4.0 * shape.query * pairs
-        live = 4.0 * shape.query * (summed.live_pairs * (blocks - 1) + summed.output_pairs)
+        attention = 4.0 * shape.query * attended(shape, self.scheme.cut, summed)
+        live = 4.0 * shape.query * attended(shape, self.scheme.cut, summed, live=True)
         flops = step_flops(shape, self.scheme, summed, back=back)
         flops -= head + attention + (ATTENTION_BACK * live if back else 0)
         kept = 0  # weights of a block that need no recomputation
@@ -163,7 +164,7 @@ class Clock:
             kept = sum(rows * cols for name, rows, cols in shape.linears() if name == "down")
         if recompute:
             flops += 2.0 * (shape.block_parameters - kept) * summed.live * (blocks - 1)
-        frozen = 2.0 * self._frozen * (summed.tokens + (summed.live if recompute else 0))
+        frozen = 2.0 * self._frozen * (summed.tokens + summed.live * (recompute + back))
         products = self._products(flops, min(flops, frozen)) + head / (PRODUCTS * self.rates.fp32)
         seconds = self._add("matrix products", products)
         recomputed = 1.0 if recompute else 0.0

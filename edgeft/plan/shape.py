@@ -43,6 +43,8 @@ class Shape(Sizes):
     slow_types: bool = False  # some types are slow in llama.cpp, see llamacpp.with_fast_types
     mapped: bool = False  # weights are in a mapped GGUF file
     dense: bool = False  # frozen weights are unpacked to float32 at load
+    windows: tuple[int, ...] = ()  # of each block: tokens that one sees, 0 for all before it
+    scaled: bool = False  # what attention and feed-forward add to the residual stream is multiplied
 
     def linear(self, tensor: str) -> tuple[int, int]:
         """(outputs, inputs)."""
@@ -61,6 +63,18 @@ class Shape(Sizes):
         """Of the linears of all blocks."""
         return self.depth * self.block_parameters
 
+    def attended(self, blocks: range, tokens: int, pairs: int) -> int:
+        """Pairs of tokens in these blocks, for queries that are in `pairs` of them where there is no window."""
+        return sum(
+            min(pairs, tokens * window) if window else pairs for window in self.windows[blocks.start : blocks.stop]
+        )
+
+    @property
+    def more_norms(self) -> int:
+        """Values of a token that norms read, beside those before attention and feed-forward."""
+        sizes = {"q": self.query, "k": self.key, "attention_out": self.width, "ffn_out": self.width}
+        return sum(sizes.get(norm.place, 0) for norm in self.arch.norms)
+
     def packed_bytes(self, block: int, tensor: str | None = None) -> int:
         """Of one linear of a block, or of all of them."""
         sizes = self.blocks[block]
@@ -69,8 +83,15 @@ class Shape(Sizes):
 
 def shape_of_config(arch: Architecture, config: Any, file_bytes: int = 0) -> Shape:
     """From a transformers configuration."""
-    gate = getattr(config, "hidden_act", arch.gate)
-    return Shape(**vars(arch.sizes(config)), arch=arch, gate=gate, file_bytes=file_bytes)
+    sizes = arch.sizes(config)
+    return Shape(
+        **vars(sizes),
+        arch=arch,
+        gate=arch.gate,
+        file_bytes=file_bytes,
+        windows=tuple(arch.window(config, block) for block in range(sizes.depth)),
+        scaled=arch.scales(config).residual != 1,
+    )
 
 
 def shape_of(source: str, frozen: str) -> Shape:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Instructions that a Cortex-A76 executes for each multiply-add of a frozen forward product, in float32 and in bytes.
+"""Instructions that a Cortex-A76 executes for each multiply-add of a product with a frozen weight, float32 and bytes.
 
-    scripts/bench/arm_products.py [--tokens 256] [--types q4_k q8_0 q4_0] [--shapes 576x576 1536x576 …]
+    scripts/bench/arm_products.py [--tokens 256] [--types q4_k q8_0 q4_0] [--shapes 576x576 1536x576 …] [--backward]
 
 The whole product counts: weights are unpacked from their type and packed, activations rounded to bytes. Counted under
 qemu (a plugin, no timing), with one thread. A shape is outputs × inputs.
@@ -24,6 +24,7 @@ KINDS = {"fp32": 0, "int8": 2}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--backward", action="store_true", help="the gradient of the input")
     parser.add_argument("--types", nargs="+", default=["q4_k", "q8_0", "q4_0"])
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     given = parser.parse_args()
@@ -40,7 +41,8 @@ def main() -> None:
                 counts = []
                 for kind in KINDS.values():
                     calls = emulated.Calls()
-                    emulated.product(calls, kind, given.tokens, outputs, inputs, name, True, threads=1)
+                    cols, depth = (inputs, outputs) if given.backward else (outputs, inputs)
+                    emulated.product(calls, kind, given.tokens, cols, depth, name, not given.backward, threads=1)
                     counts.append(board.instructions(calls) / (given.tokens * outputs * inputs))
                 print(
                     f"{shape:12} {name:6}" + "".join(f"{count:9.4f}" for count in counts)

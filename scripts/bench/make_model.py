@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import common
 import numpy as np
 from gguf.constants import TokenType
 
+from edgeft import arch
 from edgeft.errors import EdgeftError, ModelError
 from edgeft.export.gguf import check_place, place
 from edgeft.formats import ggml
@@ -39,13 +42,54 @@ class Shape:
     context: int
     theta: float = 10000.0
     tied: bool = False  # the embedding is the head, too
+    head: int = 0  # values of one; 0: width / heads
+    arch: str = "llama"
+    more: tuple[tuple[str, Any], ...] = ()  # of its transformers configuration
+
+    def config(self) -> SimpleNamespace:
+        """What `Architecture.header` reads."""
+        rope = {"rope_type": "default", "rope_theta": self.theta}
+        return SimpleNamespace(
+            num_hidden_layers=self.depth,
+            hidden_size=self.width,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            head_dim=self.head or self.width // self.heads,
+            intermediate_size=self.ffn,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=self.context,
+            rms_norm_eps=1e-5,
+            **{"rope_parameters": rope, **dict(self.more)},
+        )
 
 
+def _gemma3(depth: int, width: int, ffn: int) -> Shape:
+    types = ["full_attention" if (block + 1) % 6 == 0 else "sliding_attention" for block in range(depth)]
+    rope = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    more = {"sliding_window": 512, "layer_types": types, "query_pre_attn_scalar": 256, "rope_parameters": rope}
+    more |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    return Shape(depth, width, 4, 1, ffn, 262144, 32768, tied=True, head=256, arch="gemma3", more=tuple(more.items()))
+
+
+PHI3 = (("original_max_position_embeddings", 4096), ("sliding_window", None))
 SHAPES = {
     "llama2-7b": Shape(32, 4096, 32, 32, 11008, 32000, 4096),
     "llama3-8b": Shape(32, 4096, 32, 8, 14336, 128256, 8192, 500000.0),
+    "llama3.2-1b": Shape(16, 2048, 32, 8, 8192, 128256, 131072, 500000.0, tied=True),
     "llama3.2-3b": Shape(28, 3072, 24, 8, 8192, 128256, 131072, 500000.0, tied=True),
+    "mistral-7b": Shape(32, 4096, 32, 8, 14336, 32768, 32768, 1e6),
+    "qwen3-0.6b": Shape(28, 1024, 16, 8, 3072, 151936, 40960, 1e6, tied=True, head=128, arch="qwen3"),
     "tinyllama": Shape(22, 2048, 32, 4, 5632, 32000, 2048),
+    "gemma3-270m": _gemma3(18, 640, 2048),
+    "gemma3-1b": _gemma3(26, 1152, 6912),
+    "phi3-mini": Shape(32, 3072, 32, 32, 8192, 32064, 4096, arch="phi3", more=PHI3),
+    "exaone4-1.2b": Shape(
+        *(30, 2048, 32, 8, 4096, 102400, 65536, 1e6),
+        *(True, 64, "exaone4", (("sliding_window", None), ("layer_types", ["full_attention"] * 30))),
+    ),
     "tiny": Shape(4, 128, 4, 2, 384, 1024, 512),  # for tests: a second
 }
 # type → bytes of a block's 32 values behind its fp16 scale, and their root mean square when the bytes are random
@@ -67,7 +111,7 @@ def random_blocks(seed: list[int], type_name: str, shape: tuple[int, int], size:
 
 
 def tensors(shape: Shape, type_name: str, seed: int) -> Iterator[NewTensor]:
-    """In the order of llama.cpp's own converter; the data of each is made when its turn comes."""
+    """The data of each is made when its turn comes."""
     kind, number = ggml.type_id(type_name), 0
 
     def matrix(name: str, inputs: int, outputs: int, size: float) -> NewTensor:
@@ -76,28 +120,25 @@ def tensors(shape: Shape, type_name: str, seed: int) -> Iterator[NewTensor]:
         make = partial(random_blocks, [seed, number], type_name, (inputs, outputs), size)
         return NewTensor(name, (inputs, outputs), kind, outputs * ggml.row_bytes(kind, inputs), make)
 
-    def norm(name: str) -> NewTensor:
-        make = partial(np.ones, shape.width, np.float32)
-        return NewTensor(name, (shape.width,), ggml.F32, 4 * shape.width, make)
+    def norm(name: str, width: int) -> NewTensor:
+        make = partial(np.ones, width, np.float32)
+        return NewTensor(name, (width,), ggml.F32, 4 * width, make)
 
-    w, key = shape.width, shape.width // shape.heads * shape.key_heads
+    family = arch.get(shape.arch)
+    sizes, w = family.sizes(shape.config()), shape.width
     # What a norm gives has the size 1. So have products of it with weights of 1 / sqrt(inputs), and so has the residual
     # stream, to which every block adds twice, when each of these adds 1 / sqrt(2 depth).
     added = (2 * shape.depth) ** -0.5
+    factors = {"ffn_down": 2 * added, "attn_output": added}
     yield matrix("token_embd.weight", w, shape.vocabulary, 1.0 if not shape.tied else w**-0.5)
     for block in range(shape.depth):
-        yield norm(f"blk.{block}.attn_norm.weight")
-        yield matrix(f"blk.{block}.ffn_down.weight", shape.ffn, w, 2 * added * shape.ffn**-0.5)
-        yield matrix(f"blk.{block}.ffn_gate.weight", w, shape.ffn, w**-0.5)
-        yield matrix(f"blk.{block}.ffn_up.weight", w, shape.ffn, w**-0.5)
-        yield norm(f"blk.{block}.ffn_norm.weight")
-        yield matrix(f"blk.{block}.attn_k.weight", w, key, w**-0.5)
-        yield matrix(f"blk.{block}.attn_output.weight", w, w, added * w**-0.5)
-        yield matrix(f"blk.{block}.attn_q.weight", w, w, w**-0.5)
-        yield matrix(f"blk.{block}.attn_v.weight", w, key, w**-0.5)
+        for name, (outputs, inputs) in family.stored_shapes(sizes).items():
+            yield matrix(f"blk.{block}.{name}.weight", inputs, outputs, factors.get(name, 1.0) * inputs**-0.5)
+        for one in family.norms:
+            yield norm(f"blk.{block}.{one.gguf}.weight", one.size(sizes))
     if not shape.tied:
         yield matrix("output.weight", w, shape.vocabulary, w**-0.5)
-    yield norm("output_norm.weight")
+    yield norm("output_norm.weight", w)
 
 
 def vocabulary(base: GGUF, size: int) -> list[bytes]:
@@ -126,23 +167,12 @@ def vocabulary(base: GGUF, size: int) -> list[bytes]:
 
 
 def records(name: str, shape: Shape, base: GGUF) -> list[bytes]:
-    head = shape.width // shape.heads
-    whole = {
-        "block_count": shape.depth,
-        "context_length": shape.context,
-        "embedding_length": shape.width,
-        "feed_forward_length": shape.ffn,
-        "attention.head_count": shape.heads,
-        "attention.head_count_kv": shape.key_heads,
-        "rope.dimension_count": head,
-        "vocab_size": shape.vocabulary,
-    }
-    real = {"rope.freq_base": shape.theta, "attention.layer_norm_rms_epsilon": 1e-5}
+    name = name.replace("phi3", "phi")  # of a model that is named phi3, llama.cpp wants tokens that this one lacks
+    kinds = {str: STRING, int: UINT32, float: FLOAT32}
+    keys: dict[str, Any] = {"general.architecture": shape.arch, **arch.get(shape.arch).header(shape.config())}
     return [
-        encode_record("general.architecture", STRING, "llama"),
         encode_record("general.name", STRING, f"random weights of the shape {name}"),
-        *(encode_record(f"llama.{key}", UINT32, value) for key, value in whole.items()),
-        *(encode_record(f"llama.{key}", FLOAT32, value) for key, value in real.items()),
+        *(encode_record(key, kinds[type(value)], value) for key, value in keys.items()),
         *vocabulary(base, shape.vocabulary),
     ]
 

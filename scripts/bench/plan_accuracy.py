@@ -7,8 +7,8 @@ Every cell is `edgeft finetune --until train` in processes of its own, with rows
 prefix, made of the embedded handbook. Its plan is the one that it prints before it begins; the peak is the highest
 resident memory of the train stage (trunk included), the time that of the whole command. --only smollm2 or lora/512
 takes the cells whose name (model/recipe/tokens) holds all of these parts. Results go to --out as they come, and what
-stands there is not run again. TinyLlama and Qwen2.5 are looked for in --models by name; a 3B model of random weights is
-made. `edgeft doctor` is run first, so that the rates are known.
+stands there is not run again. TinyLlama, Qwen2.5 and Gemma 3 are looked for in --models by name; others are made, of
+random weights. `edgeft doctor` is run first, so that the rates are known.
 """
 
 from __future__ import annotations
@@ -23,9 +23,21 @@ from typing import Any
 
 import common
 
-MODELS = {"smollm2": "", "tinyllama": "tinyllama*.gguf", "qwen": "qwen2.5*.gguf", "random-3b": "llama3.2-3b*.gguf"}
-SHAPES = {"random-3b": "llama3.2-3b"}  # made where no file is there
-RECIPES = ("sparse-rule", "bias-norm", "lora")
+MODELS = {
+    "smollm2": "",
+    "tinyllama": "tinyllama*.gguf",
+    "qwen": "qwen2.5*.gguf",
+    "random-3b": "llama3.2-3b*.gguf",
+    "gemma3": "gemma*3*270m*.gguf",
+    "random-phi3": "phi3-mini*.gguf",
+}
+SHAPES = {
+    "random-3b": "llama3.2-3b",
+    "gemma3": "gemma3-270m",
+    "random-phi3": "phi3-mini",
+}  # made where no file is there
+RECIPES = ("sparse-bp", "sparse-rule", "bias-norm", "lora")
+WITHOUT_BIASES = ("gemma3", "random-phi3")  # llama.cpp reads none for these
 TOKENS = (128, 512, 1024)
 STEP_TOKENS = 1024  # one full micro-batch; two for the longest rows
 BARS = {"memory": (0.15, 0.07), "time": (0.30, 0.30)}  # worst cell, median
@@ -113,7 +125,8 @@ def main() -> None:
             continue
         for cell, (recipe, tokens) in wanted.items():
             assert model is not None
-            cells[cell] = measure(model, recipe, tokens, args.steps, args.set)
+            norms = ["update.biases=false"] if recipe == "bias-norm" and name in WITHOUT_BIASES else []
+            cells[cell] = measure(model, recipe, tokens, args.steps, [*norms, *args.set])
             print(table({cell: cells[cell]}).splitlines()[2], flush=True)
             common.write_json(args.out, cells)
     print(table(cells))

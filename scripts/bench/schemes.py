@@ -6,13 +6,16 @@
 DATA holds train.jsonl and dev.jsonl, or Banking77's CSV files. By default the held-out rows are the last training
 rows (`bench.py --choose` takes the same), so that what is chosen here can be reported on the others; `--report` takes
 dev.jsonl or test.csv. `--distinct` keeps one question a passage. Schemes whose results are in --out are not run again.
+`--seeds N` runs each N times and prints the mean of the last loss ÷ that of the first scheme, with its standard error.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +57,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--distinct", action="store_true")
     parser.add_argument("--report", action="store_true", help="held-out rows of dev.jsonl or test.csv")
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     parser.add_argument("--set", action="append", default=[], help="further knobs, for all schemes")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    settings = {key: str(value) for key, value in vars(args).items() if key not in ("only", "out")}
+    settings = {key: str(value) for key, value in vars(args).items() if key not in ("only", "out", "seeds")}
     kept: dict[str, Any] = {"settings": settings, "schemes": {}}
     if args.out.is_file():
         kept = json.loads(args.out.read_text())
@@ -66,14 +70,30 @@ def main() -> None:
             sys.exit(f"{args.out} was made with other settings: name another file")
     with tempfile.TemporaryDirectory() as place:
         data = rows_of(args, Path(place) / "rows")
-        for name in args.only:
-            if name in kept["schemes"]:
+        for seed, name in ((seed, name) for seed in range(args.seeds) for name in args.only):
+            title = titled(name, seed)
+            if title in kept["schemes"]:
                 continue
-            print(f"{name} …", file=sys.stderr, flush=True)
-            kept["schemes"][name] = run(name, args, data, Path(place) / "run" / name)
+            print(f"{title} …", file=sys.stderr, flush=True)
+            kept["schemes"][title] = run(name, seed, args, data, Path(place) / "run" / title)
             common.write_json(args.out, kept)
     titles = ("scheme", "trained", "peak MiB", "seconds of all steps", "held-out losses")
     print(common.table(titles, (row(name, result) for name, result in kept["schemes"].items())))
+    if args.seeds > 1:
+        print(common.table(("scheme", f"last loss ÷ that of {args.only[0]}"), ratios(args, kept["schemes"])))
+
+
+def titled(name: str, seed: int) -> str:
+    return f"{name}, seed {seed}" if seed else name
+
+
+def ratios(args: Any, results: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Of the losses with the same seed."""
+    last = {title: list(result["losses"].values())[-1] for title, result in results.items()}
+    for name in args.only[1:]:
+        of_seeds = [last[titled(name, seed)] / last[titled(args.only[0], seed)] for seed in range(args.seeds)]
+        error = statistics.stdev(of_seeds) / len(of_seeds) ** 0.5
+        yield name, f"{statistics.mean(of_seeds):.4f} ± {error:.4f}"
 
 
 def rows_of(args: Any, out: Path) -> Path:
@@ -86,11 +106,12 @@ def rows_of(args: Any, out: Path) -> Path:
     return common.last_rows(args.data, *sizes) if choose else args.data
 
 
-def run(name: str, args: Any, data: Path, folder: Path) -> dict[str, Any]:
+def run(name: str, seed: int, args: Any, data: Path, folder: Path) -> dict[str, Any]:
     recipe, sets = SCHEMES[name]
     knobs = {
         "data.rows": args.rows, "data.heldout_rows": args.dev_rows, "train.epochs": args.epochs,
-        "train.validations": 4, "train.validation_share": 0, "how.nice": 0, "how.trunk_place": "run",
+        "train.seed": seed, "train.validations": 4, "train.validation_share": 0, "how.nice": 0,
+        "how.trunk_place": "run",
     }  # fmt: skip
     model = ["--model", args.model] if args.model else []
     words = ["finetune", "--recipe", recipe, *model, "--data", data, "--out", folder, "--until", "train"]

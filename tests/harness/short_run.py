@@ -266,11 +266,16 @@ def _device(folder: Path) -> Path:
 
 
 def _rows(folder: Path) -> Path:
+    return cut_rows(folder, 8, 2)
+
+
+def cut_rows(folder: Path, train: int, heldout: int) -> Path:
+    """The first rows of the handbook."""
     from edgeft import demo
 
     source = Path(next(iter(demo.__path__)))
     folder.mkdir(parents=True, exist_ok=True)
-    for name, count in (("train", 8), ("heldout", 2)):
+    for name, count in (("train", train), ("heldout", heldout)):
         lines = (source / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[:count]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder

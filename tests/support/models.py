@@ -12,7 +12,8 @@ import transformers
 def random_hf(path: Path, family: str, scale: float = 0.2, half: bool = False, **options: Any) -> Path:
     """A folder with a random model of this family (Llama, Qwen2, …), its biases and norms random too."""
     torch.manual_seed(7)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**options))
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    model = kind(kind.config_class(**options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # large enough that attention is not flat: a wrong rotation or row order must show

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -36,6 +37,14 @@ def start(folder: Path, data: Path, *sets: str, resume: bool = False) -> Run:
     cut = data.with_name("model.gguf")
     quick = [f"model.path={cut}", *THREE_BLOCKS] if cut.exists() else WHOLE_MODEL
     return Run.start(folder, config.apply_sets(recipe, [f"data.path={data}", *quick, *sets]), resume)
+
+
+def again(run: Run) -> Run:
+    """As another process would open it."""
+    if run._lock is not None:
+        run._lock.close()
+    gc.collect()  # a trainer that is done with holds its run, and so the lock
+    return Run.start(run.path, Run.open(run.path).recipe, True)
 
 
 def last_checkpoint(run: Run) -> dict[str, torch.Tensor]:
