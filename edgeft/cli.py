@@ -18,9 +18,10 @@ from typer import Argument, Option
 
 from edgeft import __version__, config
 from edgeft.config import Options
-from edgeft.errors import ConfigError
+from edgeft.errors import ConfigError, RunError
+from edgeft.federated.commands import app as federate
 from edgeft.formats.source import model_source
-from edgeft.host import cache, offline
+from edgeft.host import cache, cluster, offline
 from edgeft.host.device import load_device
 from edgeft.pipeline import finetune as pipeline
 from edgeft.run import folder as run_folder
@@ -44,6 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Fine-tunes LLaMA-class language models on the machine they will run on.",
 )
+app.add_typer(federate, name="federate")
 
 ModelOption = Annotated[str | None, Option("--model", "-m", help="GGUF file, Hugging Face folder or hub id.")]
 DataOption = Annotated[str | None, Option("--data", "-d", help="File, folder or hub id with rows.")]
@@ -65,6 +67,10 @@ ForgetOption = Annotated[
     bool, Option("--no-keep-data", help="Delete tokens and trunk cache at the end: `how.keep_data=false`.")
 ]
 EnforceOption = Annotated[bool, Option("--enforce", help="Enforce the memory limit by a control group, or by ulimit.")]
+NodesOption = Annotated[
+    str | None,
+    Option(metavar="HOSTS", help="Train together with these machines, this one among them: the same command on each."),
+]
 TimeOption = Annotated[
     str | None, Option(metavar="TIME", help="Training time: 30min. [default: as long as the recipe's own scheme takes]")
 ]
@@ -122,16 +128,24 @@ def finetune(
     memory: MemoryOption = None,
     fit: FitOption = False,
     enforce: EnforceOption = False,
+    nodes: NodesOption = None,
     no_network: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune, export to GGUF, and compare before and after. Default: the embedded model and data."""
     if until not in pipeline.STAGES:
         raise ConfigError(f"unknown stage `{until}`", f"known: {', '.join(pipeline.STAGES)}")
+    if nodes:
+        cluster.use_nodes(nodes)
+    place = cluster.place()
     folder = out_folder if str(out_folder) != "." else Path("runs") / Path(recipe or config.DEFAULT_RECIPE).stem
+    folder = folder.with_name(folder.name + place.suffix)
     knobs = {"how.threads": threads, "governor.schedule": schedule, "how.keep_data": False if no_keep_data else None}
     sets = [*(sets or []), *(f"{key}={value}" for key, value in knobs.items() if value is not None)]
     file = folder / "recipe.yaml"
+    if (folder / "terms.json").is_file() and not (folder / "done.json").is_file():
+        hint = "continue with `edgeft federate serve --resume`, or `simulate --resume`"
+        raise RunError(f"{folder} is of a federation that is not complete", hint)
     earlier = config.load_recipe(str(file)) if resume and file.is_file() else None
     chosen, profile = _resolve(Options(recipe, device, model, data, tuple(sets)), no_network, earlier)
     budget = config.parse_size(memory) if memory else profile.budget_bytes
@@ -139,6 +153,8 @@ def finetune(
     name = Path(model_source(chosen.model.path)).name
     Screen(err if as_json else out).line(f"run {folder} · recipe {chosen.name} · model {name}")
     allowed = Allowance(profile.name, budget, fit)
+    if place.rank and until != "prepare":
+        until = "train"  # the first node exports and evaluates
     result = pipeline.finetune(run, until, allowed, to_stderr=as_json, enforce=enforce)
     if as_json:
         print_json(result)
@@ -208,6 +224,36 @@ def search_scheme(
         return
     print_search(out, result)
     print_line(f"wrote {files.recipe} and {files.picture}\ntrain with it:  {finetune_command(chosen, files.recipe)}")
+
+
+@command()
+def audit(
+    target: Annotated[
+        Path | None, Argument(metavar="[RUN]", help="Run folder; else --recipe, --model, --data.")
+    ] = None,
+    recipe: RecipeOption = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    sets: SetOption = None,
+    rows: Annotated[str, Option(metavar="COUNTS", help="Rows in one gradient.")] = "1,4,16",
+    send: Annotated[str, Option(help="dense, or the share of the largest numbers: top:1%.")] = "dense",
+    dp: Annotated[str | None, Option(help="Clipping and noise: epsilon=8,delta=1e-5 or noise=0.1.")] = None,
+    match: Annotated[int, Option(min=0, help="Steps of gradient matching for one row; 0 = none, it is slow.")] = 0,
+    no_network: OfflineOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What an honest but curious server could read from what this device would send: attacks on your own rows."""
+    from edgeft.pipeline.audit import Message, audit
+    from edgeft.ui.audit import print_audit
+
+    run = Run.open(target) if target else None
+    if run and (recipe or model or data or sets):
+        raise ConfigError("a run has its own recipe, model and data", "give RUN alone, or --recipe, --model, --data")
+    chosen = run.effective if run else _resolve(Options(recipe, None, model, data, tuple(sets or ())), no_network)[0]
+    offline.disable_network_if(no_network, model_source(chosen.model.path))
+    with Screen(err if as_json else out) as screen:
+        result = audit(run, chosen, Message(rows, send, dp, match), screen)
+    show(result, as_json, print_audit)
 
 
 @command("eval")

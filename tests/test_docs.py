@@ -12,7 +12,14 @@ from edgeft.cli import app
 
 TOP = Path(__file__).parents[1]
 README = (TOP / "README.md").read_text(encoding="utf-8")
-DOCS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "edgeft/README.md", "scripts/bench/README.md"]
+DOCS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "edgeft/README.md",
+    "edgeft/arch/README.md",
+    "scripts/bench/README.md",
+]
 
 
 def test_readme_is_short() -> None:
@@ -39,3 +46,12 @@ def test_every_file_that_is_named_exists(name: str) -> None:
         assert (TOP / path).is_file(), path
     for path in re.findall(r"\]\(([^)#:]+)\)", text):
         assert ((TOP / name).parent / path).is_file(), path
+
+
+def test_the_code_that_is_shown_is_that_of_the_file() -> None:
+    """Of the walk through a new architecture."""
+    text = (TOP / "edgeft/arch/README.md").read_text(encoding="utf-8")
+    code = {line.strip() for line in (TOP / "edgeft/arch/exaone.py").read_text(encoding="utf-8").splitlines()}
+    shown = [line.strip() for line in re.findall(r"^    (.+)$", text, re.MULTILINE) if "scripts/" not in line]
+    assert len(shown) > 5
+    assert [line for line in shown if line not in code] == []

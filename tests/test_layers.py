@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "edgeft"
 # A room imports only from rooms above it in this list.
 LAYERS = (
     *("errors", "config", "host", "run", "formats", "data", "arch", "engine", "methods", "plan"),
-    *("train", "search", "evaluate", "export", "report", "ui", "pipeline", "cli"),
+    *("train", "search", "evaluate", "export", "audit", "report", "ui", "pipeline", "federated", "cli"),
 )
 FREE = ("__init__", "__main__", "demo")  # the package itself, and the embedded rows
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from edgeft import __version__
 from edgeft.arch.check import check_model
+from edgeft.config import Recipe, learning_identity
 from edgeft.data import tokens as data_tokens
-from edgeft.errors import ExportError, RunError
+from edgeft.data.tokens import Encoded
+from edgeft.errors import ConfigError, ExportError, RunError
 from edgeft.export import FORMATS, Job
 from edgeft.formats.ggml import check_type
 from edgeft.formats.source import is_gguf, model_source
@@ -20,9 +25,14 @@ from edgeft.run.progress import Progress
 from edgeft.run.record import Allowance
 from edgeft.train.build import build, trained_stack
 
+if TYPE_CHECKING:
+    from edgeft.train.loop import Trainer
 
-def train(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> None:
-    """Up to the best checkpoint."""
+
+def train(
+    run: Run, progress: Progress, allowed: Allowance = Allowance(), make_trainer: Callable[..., Trainer] | None = None
+) -> None:
+    """Up to the best checkpoint. make_trainer: in place of Trainer, with the same arguments."""
     if not run.tokens.is_file():
         prepare(run, progress)
     if run.read_json(run.done) is not None:
@@ -33,6 +43,7 @@ def train(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> Non
     from edgeft.search.problem import search_for_run
     from edgeft.train import trunk
     from edgeft.train.loop import Trainer
+    from edgeft.train.nodes import joined
 
     if run.needs_search:
         search_for_run(run, run.fitted, allowed.budget_bytes, progress)
@@ -51,14 +62,29 @@ def train(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> Non
         + (f", gradients from {scheme.tokens} tokens before what is trained on" if scheme.tokens else "")
     )
     run.log(SchemeEvent(scheme.cut, list(scheme.blocks), trained))
-    trainer = Trainer(run, stack, scheme, parameters, (rows, heldout), progress)
-    schedule = trainer.schedule
-    peak = schedule.low_rank_peak if trainer.main.endswith(".up") else schedule.peak
-    progress.line(f"{schedule.steps} steps, peak learning rate {peak:.2g}")
-    job = trainer.trunk_job(model_id(source))
-    shape = plan.shape_of(source, resolved.recipe.model.frozen)
-    check_space([*disk_needs(run, shape, scheme), *trunk.missing(run, job)])
-    trainer.fit(job)
+    with joined(progress) as nodes:
+        if nodes.several:
+            nodes.check(_facts(resolved.recipe, rows + heldout, model_id(source)))
+        trainer = (make_trainer or Trainer)(run, stack, scheme, parameters, (rows, heldout), progress, nodes)
+        schedule = trainer.schedule
+        peak = schedule.low_rank_peak if trainer.main.endswith(".up") else schedule.peak
+        progress.line(f"{schedule.steps} steps, peak learning rate {peak:.2g}")
+        job = trainer.trunk_job(model_id(source))
+        shape = plan.shape_of(source, resolved.recipe.model.frozen)
+        check_space([*disk_needs(run, shape, scheme), *trunk.missing(run, job)])
+        trainer.fit(job)
+
+
+def _facts(recipe: Recipe, rows: list[Encoded], model: str) -> dict[str, Any]:
+    """What all nodes of a run must have in common."""
+    if recipe.how.step_in_place:
+        what = "`how.step_in_place` updates tensors before the gradients of all nodes are added"
+        raise ConfigError(what, "--set how.step_in_place=false")
+    digest = hashlib.sha256(b"".join(row.ids.tobytes() for row in rows)).hexdigest()
+    learned = learning_identity(recipe)
+    how = {name: getattr(recipe.how, name) for name in ("weights", "optimizer_state", "tree")}
+    recipe_of_all = {"update": learned["update"], "train": learned["train"], **how}
+    return {"version": __version__, "model": model, "rows": digest, "recipe": recipe_of_all}
 
 
 def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress, budget_bytes: int = 0) -> dict[str, Any]:

@@ -6,17 +6,24 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from edgeft.errors import DoesNotFitError, EdgeftError
 from edgeft.host.system import die_with_parent, inherited, lower_priority, peak_bytes, stop_signals
 from edgeft.run.folder import Run
+from edgeft.run.progress import Progress
 from edgeft.run.record import Allowance
 from edgeft.run.supervise import ERROR_BYTES, STOPPED
 
+DoStage = Callable[[Run, str, Progress, Allowance], None]
 
-def main() -> None:
-    """A stage's process. It prints progress; an error goes to the parent, which prints it."""
+
+def main(do_stage: DoStage | None = None) -> None:
+    """A stage's process. It prints progress; an error goes to the parent, which prints it.
+
+    do_stage: in place of `stages.do_stage`.
+    """
     job = json.loads(sys.argv[1])
     die_with_parent(job["parent"])
     answer = inherited(job["answer"])
@@ -41,7 +48,7 @@ def main() -> None:
         from edgeft.ui.screen import Screen
 
         with Screen(Console(stderr=job["to_stderr"], highlight=False)) as screen:
-            stages.do_stage(run, job["stage"], screen, Allowance(**job["allowed"]))
+            (do_stage or stages.do_stage)(run, job["stage"], screen, Allowance(**job["allowed"]))
         sys.stdout.flush()
     except EdgeftError as error:
         code, result["error"] = error.exit_code, [error.message[:ERROR_BYTES], error.hint[:ERROR_BYTES]]

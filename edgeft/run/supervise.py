@@ -26,12 +26,16 @@ ERROR_BYTES = 4000  # of a message to the parent: fits into a pipe buffer
 # Not `python -m edgeft`: that would import modules from the current folder first, where the user's own files are.
 BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; "
-    "import json; sys.path[:] = json.loads(sys.argv[1])['path']; from edgeft.pipeline.worker import main; main()"
+    "import json; job = json.loads(sys.argv[1]); sys.path[:] = job['path']; "
+    "import importlib; importlib.import_module(job['worker']).main()"
 )
 
 
 class StageRunner:
     """Runs one stage at a time; as a context manager, it forwards stop requests to the stage."""
+
+    worker = "edgeft.pipeline.worker"  # the module whose `main` is the stage's process
+    command = "edgeft finetune"
 
     def __init__(
         self, run: Run, allowed: Allowance = Allowance(), to_stderr: bool = False, limit: Limit | None = None
@@ -72,6 +76,7 @@ class StageRunner:
         handles = [system.inheritable(handle) for handle in (answer, lock) if handle is not None]
         given = {
             "path": sys.path,
+            "worker": self.worker,
             "run": str(self.run.path),
             "stage": name,
             "allowed": asdict(self.allowed),
@@ -108,7 +113,7 @@ class StageRunner:
             raise BrokenPipeError
         if code == STOPPED:
             raise KeyboardInterrupt
-        hint = f"continue with `edgeft finetune --resume --out {self.run.path}`"
+        hint = f"continue with `{self.command} --resume --out {self.run.path}`"
         if code < 0 and self.stop_requests:  # before it could handle signals
             raise StoppedError(f"stopped in the {name} stage; completed work is kept", hint)
         if system.was_killed(code) and self.limit is not None and self.limit.kills:

@@ -38,6 +38,7 @@ from edgeft.run.progress import Progress
 from edgeft.train import checkpoint, trunk
 from edgeft.train.average import Average
 from edgeft.train.governor import Governor, stop_requests
+from edgeft.train.nodes import NodeLostError, Nodes
 from edgeft.train.totals import Guard, Remaining, StepTotals
 from edgeft.train.watch import Watch, is_out_of_memory
 
@@ -53,10 +54,11 @@ class Trainer:
         parameters: dict[str, nn.Parameter],
         sides: tuple[list[Encoded], list[Encoded]],
         progress: Progress,
+        nodes: Nodes = Nodes(),
     ) -> None:
         """sides: training and held-out rows."""
         train, heldout = sides
-        self.recipe = run.effective
+        self.recipe, self.nodes = run.effective, nodes
         self.run, self.stack, self.scheme, self.parameters = run, stack, scheme, parameters
         self.average = Average(parameters, self.recipe.train.average)
         self.stored = checkpoint_tensors(stack, parameters) | self.average.tensors()
@@ -77,8 +79,7 @@ class Trainer:
         self.shape = shape_of_config(stack.arch, stack.config)
         self.step = self.best_step = 0
         self.best_loss, self.base_loss = math.inf, math.nan
-        self.trained_s = 0.0  # of all processes of this run
-        self.checkpoint_s = 0.0  # spent writing checkpoints in this process
+        self.trained_s = self.checkpoint_s = 0.0  # in steps, by all processes of this run; writing checkpoints, in this
         self.save_s, self.save_bytes = 0.0, 0  # of the last checkpoint
         self.saved: int | None = None  # step of the last checkpoint
         self.saved_at = 0.0
@@ -137,9 +138,12 @@ class Trainer:
         return self._order[place * size : (place + 1) * size]
 
     def backward(self, rows: list[int], stopping: Callable[[], bool]) -> StepTotals | None:
-        """Gradients of the mean loss over all targets of these rows, whatever the micro-batches; None: stopped."""
+        """Gradients of the mean loss over all targets of these rows, whatever the micro-batches; None: stopped.
+
+        Of several nodes, this one's part of the sum.
+        """
         targets = self.forest.trained(rows)
-        parts = self._parts(rows)
+        parts = self._parts(self.nodes.share(rows))
         totals = StepTotals()
         while parts:
             if stopping():
@@ -183,10 +187,10 @@ class Trainer:
             return math.nan
         total = 0.0
         with torch.no_grad():
-            for part in self.forest.micro_batches(self.heldout, self.watch.tokens):
+            for part in self.forest.micro_batches(self.nodes.share(self.heldout), self.watch.tokens):
                 self.governor.pause_if_needed()  # a stop request waits until this loop is done
                 total += float(self.loss(*batch_of(self.forest, part)))
-        return total / self.forest.trained(self.heldout)
+        return self.nodes.sum(total)[0] / self.forest.trained(self.heldout)
 
     def trunk_job(self, model_id: str) -> trunk.Job:
         products = self.stack.options.products
@@ -203,6 +207,8 @@ class Trainer:
                     raise self._stopped()
             self.trunk = ready
             self.memory.trim()
+            self.nodes.wait()
+            self.nodes.take_newest(self.run, damage_reporter(self.run, self.progress))
             self._restore()
             self._fit(lambda: self.governor.pause_if_needed(self.save))  # the machine may lose power in a pause
 
@@ -234,11 +240,14 @@ class Trainer:
         """Chooses channels, computes the held-out loss before training, and saves the weights for a rollback."""
         checkpoint.delete(self.run.best)  # of an attempt whose checkpoints are lost
         self._choose_channels()
+        self.nodes.align(self.stored)
         begin = self.governor.worked_s()
         products = self.stack.options.products
         of = f"{len(self.rows)} rows, {len(self.heldout)} held out" + ("" if products == "fp32" else f", {products}")
         of += self.scheme.method.base_note
-        self.base_loss = self.trunk.cached_value("base_loss", of, self.heldout_loss)
+        # a value of an earlier run may be on one of several nodes only
+        cached = not self.nodes.several
+        self.base_loss = self.trunk.cached_value("base_loss", of, self.heldout_loss) if cached else self.heldout_loss()
         self.run.log(events.ValidationEvent(0, self.base_loss, round(self.governor.worked_s() - begin, 3)))
         self.progress.line(f"held-out loss before training: {self.base_loss:.4f}")
         self.save()
@@ -250,7 +259,11 @@ class Trainer:
         self.optimizer.set_rate(*(rate(self.step) * self.guard.rate for rate in rates))
         self.rotation.advance(self.step, self.parameters, self.optimizer)
         try:
-            totals = self.backward(self.step_rows(self.step), stopping)
+            totals = self.nodes.add(self.backward(self.step_rows(self.step), stopping), self.parameters.values())
+        except NodeLostError:
+            self.optimizer.clear()
+            self.save()
+            raise
         except (DoesNotFitError, MemoryError, RuntimeError) as error:
             self._out_of_memory(error)
             return False
@@ -324,6 +337,7 @@ class Trainer:
 
     def _validate(self) -> None:
         begin = self.governor.worked_s()
+        self.nodes.align(self.stored)
         with self.average.applied():
             loss = self.heldout_loss()
         better = loss < self.best_loss or not self.heldout

@@ -1,0 +1,1 @@
+"""What an honest but curious server could read from what a device would send: attacks on this user's own rows."""
