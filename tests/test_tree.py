@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,21 @@ def test_micro_batches_hold_every_row_once_within_the_limit(tokens: int) -> None
     parts = list(forest.micro_batches(list(range(len(ROWS))), tokens))
     assert sorted(i for part in parts for i in part) == list(range(len(ROWS)))
     assert all(len(part) == 1 or len(forest.nodes(part)) <= tokens for part in parts)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_nodes_get_parts_of_the_tree_of_which_the_largest_is_the_smallest_possible(count: int) -> None:
+    rows = [encoded([*range(20), *([100 + i // 3] * 15), *([200 + i] * (1 + i % 4))], 36) for i in range(7)]
+    forest = Forest(rows)
+    chosen = [5, 0, 3, 4, 6, 1]
+    parts = forest.split(chosen, count)
+    assert len(parts) == count
+    assert sorted(row for part in parts for row in part) == sorted(chosen)
+    order = sorted(chosen, key=forest.rank.__getitem__)
+    cuts = combinations_with_replacement(range(len(order) + 1), count - 1)
+    ways = ([order[a:b] for a, b in pairwise([0, *cut, len(order)])] for cut in cuts)
+    sizes = [max(len(forest.nodes(part)) for part in way if part) for way in ways]
+    assert max(len(forest.nodes(part)) for part in parts if part) == min(sizes)
 
 
 def test_order_is_a_permutation_and_repeats_only_for_the_same_seed_and_epoch() -> None:

@@ -6,6 +6,7 @@ Loss and gradients of a batch taken from the forest are those of its rows comput
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -86,6 +87,19 @@ class Forest:
         if part:
             yield part
 
+    def split(self, rows: Sequence[int], count: int) -> list[list[int]]:
+        """Rows in `count` parts, with neighbours together; the largest has as few forest tokens as possible."""
+        order = sorted(rows, key=self.rank.__getitem__)
+        whole = [len(self.paths[row]) for row in order]
+        fresh = [len(np.setdiff1d(self.paths[b], self.paths[a], True)) for a, b in pairwise(order)]
+        low, high = max(whole, default=0), sum(whole)
+        while low < high:
+            middle = (low + high) // 2
+            fits = len(_filled(whole, fresh, middle)) <= count
+            low, high = (low, middle) if fits else (middle + 1, high)
+        bounds = [*_filled(whole, fresh, low), *[len(order)] * count][:count]
+        return [order[a:b] for a, b in zip(bounds, [*bounds[1:], len(order)], strict=True)]
+
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
         """Rows that share more than half of their own tokens with their neighbour, such as questions on one passage.
 
@@ -99,6 +113,18 @@ class Forest:
             else:
                 groups.append([i])
         return groups
+
+
+def _filled(whole: Sequence[int], fresh: Sequence[int], most: int) -> list[int]:
+    """Where parts of at most so many tokens begin, each filled before the next; fresh: what a row adds to the last."""
+    begins: list[int] = []
+    held = most + 1
+    for place, size in enumerate(whole):
+        held += fresh[place - 1] if place else 0
+        if held > most:
+            begins.append(place)
+            held = size
+    return begins
 
 
 def epoch_order(forest: Forest, rows: Sequence[int], seed: int, epoch: int, grouped: bool) -> list[int]:

@@ -143,7 +143,7 @@ class Trainer:
         Of several nodes, this one's part of the sum.
         """
         targets = self.forest.trained(rows)
-        parts = self._parts(self.nodes.share(rows))
+        parts = self._parts(self._share(rows))
         totals = StepTotals()
         while parts:
             if stopping():
@@ -160,6 +160,10 @@ class Trainer:
             totals.tokens += len(nodes)
             totals.flops += self.flops(batch)
         return totals
+
+    def _share(self, rows: list[int]) -> list[int]:
+        """This node's part of them."""
+        return self.forest.split(rows, self.nodes.count)[self.nodes.rank] if self.nodes.several else rows
 
     def _parts(self, rows: list[int]) -> list[list[int]]:
         return list(self.forest.micro_batches(rows, self.watch.tokens))
@@ -187,7 +191,7 @@ class Trainer:
             return math.nan
         total = 0.0
         with torch.no_grad():
-            for part in self.forest.micro_batches(self.nodes.share(self.heldout), self.watch.tokens):
+            for part in self.forest.micro_batches(self._share(self.heldout), self.watch.tokens):
                 self.governor.pause_if_needed()  # a stop request waits until this loop is done
                 total += float(self.loss(*batch_of(self.forest, part)))
         return self.nodes.sum(total)[0] / self.forest.trained(self.heldout)

@@ -42,10 +42,6 @@ class Nodes:
     def several(self) -> bool:
         return self.count > 1
 
-    def share(self, rows: Sequence[int]) -> list[int]:
-        """Those of this node."""
-        return list(rows[self.rank :: self.count])
-
     def sum(self, *numbers: float) -> list[float]:
         """Each, over all nodes."""
         if not self.several:
