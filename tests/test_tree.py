@@ -47,7 +47,8 @@ def test_micro_batches_hold_every_row_once_within_the_limit(tokens: int) -> None
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_nodes_get_parts_of_the_tree_of_which_the_largest_is_the_smallest_possible(count: int) -> None:
+def test_nodes_get_parts_of_the_tree_that_are_about_equal(count: int) -> None:
+    """None is larger than in the best of all ways to split the rows in their order."""
     rows = [encoded([*range(20), *([100 + i // 3] * 15), *([200 + i] * (1 + i % 4))], 36) for i in range(7)]
     forest = Forest(rows)
     chosen = [5, 0, 3, 4, 6, 1]
@@ -57,8 +58,8 @@ def test_nodes_get_parts_of_the_tree_of_which_the_largest_is_the_smallest_possib
     order = sorted(chosen, key=forest.rank.__getitem__)
     cuts = combinations_with_replacement(range(len(order) + 1), count - 1)
     ways = ([order[a:b] for a, b in pairwise([0, *cut, len(order)])] for cut in cuts)
-    sizes = [max(len(forest.nodes(part)) for part in way if part) for way in ways]
-    assert max(len(forest.nodes(part)) for part in parts if part) == min(sizes)
+    best = min(max(len(forest.nodes(part)) for part in way if part) for way in ways)
+    assert max(len(forest.nodes(part)) for part in parts if part) <= best
 
 
 def test_order_is_a_permutation_and_repeats_only_for_the_same_seed_and_epoch() -> None:

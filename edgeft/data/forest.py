@@ -6,11 +6,14 @@ Loss and gradients of a batch taken from the forest are those of its rows comput
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 
 from edgeft.data.tokens import Encoded, common_prefix
+
+EVEN = 1.02  # largest of the parts of a forest ÷ their mean, at which no row is moved any more
 
 
 class Forest:
@@ -88,17 +91,40 @@ class Forest:
             yield part
 
     def split(self, rows: Sequence[int], count: int) -> list[list[int]]:
-        """Rows in `count` parts, with neighbours together; the largest has as few forest tokens as possible."""
-        order = sorted(rows, key=self.rank.__getitem__)
-        whole = [len(self.paths[row]) for row in order]
-        fresh = [len(np.setdiff1d(self.paths[b], self.paths[a], True)) for a, b in pairwise(order)]
-        low, high = max(whole, default=0), sum(whole)
-        while low < high:
-            middle = (low + high) // 2
-            fits = len(_filled(whole, fresh, middle)) <= count
-            low, high = (low, middle) if fits else (middle + 1, high)
-        bounds = [*_filled(whole, fresh, low), *[len(order)] * count][:count]
-        return [order[a:b] for a, b in zip(bounds, [*bounds[1:], len(order)], strict=True)]
+        """Rows in `count` parts of about as many forest tokens; a group is split only where that helps."""
+        parts: list[list[list[int]]] = [[] for _ in range(count)]  # of each part the pieces of groups
+        for group in sorted(self.groups(rows), key=self._size, reverse=True):
+            min(parts, key=lambda part: self._size([*chain(*part)])).append(group)
+        while self._moved(parts):
+            pass
+        return [[*chain(*part)] for part in parts]
+
+    def _moved(self, parts: list[list[list[int]]]) -> bool:
+        """Moves rows of one group out of the largest part, if that makes it smaller."""
+        sizes = [self._size([*chain(*part)]) for part in parts]
+        largest = max(sizes)
+        if largest * len(parts) <= EVEN * sum(sizes):
+            return False
+        source = parts[sizes.index(largest)]
+        best = (largest, source, 0, 0)
+        for number, piece in enumerate(source):
+            others = [*chain(*source[:number], *source[number + 1 :])]
+            for kept in range(len(piece)):
+                left = self._size([*others, *piece[:kept]])
+                for target in (part for part in parts if part is not source):
+                    size = max(left, self._size([*chain(*target), *piece[kept:]])) if left < best[0] else largest
+                    best = min(best, (size, target, number, kept), key=itemgetter(0))
+        size, target, number, kept = best
+        if size == largest:
+            return False
+        piece = source.pop(number)
+        target.append(piece[kept:])
+        source += [piece[:kept]] if kept else []
+        return True
+
+    def _size(self, rows: Sequence[int]) -> int:
+        """Forest tokens of these rows."""
+        return len(self.nodes(rows)) if rows else 0
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
         """Rows that share more than half of their own tokens with their neighbour, such as questions on one passage.
@@ -113,18 +139,6 @@ class Forest:
             else:
                 groups.append([i])
         return groups
-
-
-def _filled(whole: Sequence[int], fresh: Sequence[int], most: int) -> list[int]:
-    """Where parts of at most so many tokens begin, each filled before the next; fresh: what a row adds to the last."""
-    begins: list[int] = []
-    held = most + 1
-    for place, size in enumerate(whole):
-        held += fresh[place - 1] if place else 0
-        if held > most:
-            begins.append(place)
-            held = size
-    return begins
 
 
 def epoch_order(forest: Forest, rows: Sequence[int], seed: int, epoch: int, grouped: bool) -> list[int]:
