@@ -40,7 +40,7 @@ board() {
   mountpoint -q "$root/sys" || mount -t sysfs -o ro sysfs "$root/sys"
   mountpoint -q "$root/dev/shm" || { mkdir -p "$root/dev/shm" && mount -t tmpfs tmpfs "$root/dev/shm"; }
   chroot "$root" /usr/bin/env -i HOME=/root PATH=/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 TERM=dumb \
-    QEMU_CPU=cortex-a76 PYTHONPATH=/edgeft:/packages EDGEFT_CACHE=/cache PYTHONDONTWRITEBYTECODE=1 \
+    QEMU_CPU=cortex-a76 EDGEFT_CACHE=/cache PYTHONDONTWRITEBYTECODE=1 \
     bash -c "cd /edgeft && $1"
 }
 
@@ -95,6 +95,8 @@ END
     "$(echo "$folder"/edgeft/edgeft-*.whl)[demo]" pytest pytest-xdist hypothesis selenium
   rm -rf "$folder"/packages/edgeft "$folder"/packages/edgeft-*
   mv "$folder/packages" "$root"
+  # not PYTHONPATH: some tests start Python without it
+  printf '/edgeft\n/packages\n' >"$root/usr/lib/python3/dist-packages/edgeft.pth"
 }
 
 # the files of this checkout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -47,6 +48,10 @@ def test_schedule() -> None:
     assert Schedule(10, low_rank, width=2304).low_rank_peak == pytest.approx(5e-4)  # a quarter of the width
     assert Schedule(10, TrainConfig(low_rank_lr=2e-3), width=2304).low_rank_peak == 2e-3
     assert Schedule(10, TrainConfig(lr=1e-3, lr_width=576), width=2304).low_rank_peak == pytest.approx(2.5e-4)
+    far = TrainConfig(low_rank_lr=1e-3, lr_loss=3.5)
+    peaks = [Schedule(10, far, base_loss=loss).low_rank_peak for loss in (math.nan, 1.0, 3.5, 5.25, 7.0, 70.0)]
+    assert peaks == pytest.approx([1e-3, 1e-3, 1e-3, 2.25e-3, 4e-3, 4e-3])
+    assert Schedule(10, far, base_loss=7.0).peak == far.lr  # of dense updates it does not change
 
 
 def test_it_learns_and_the_loss_is_written_down(data: Path, tmp_path: Path) -> None:

@@ -145,6 +145,12 @@ class TrainConfig:
         0.0, "peak learning rate of biases and norms, not scaled by width; 0 = the same as the weights", low=0.0
     )
     low_rank_lr: float = knob(0.0, "peak learning rate of low-rank updates; 0 = the same as the weights", low=0.0)
+    lr_loss: float = knob(
+        0.0,
+        "held-out loss before training above which low_rank_lr grows with the square of that loss, up to 4 times; "
+        "0 = never",
+        low=0.0,
+    )
     warmup: float = knob(0.05, "share of the steps in which the learning rate rises linearly", low=0.0, high=1.0)
     final_lr: float = knob(0.05, "final learning rate, as a share of the peak", low=0.0, high=1.0)
     optimizer: str = knob("adamw", "adamw, or sgd with momentum", choices=("adamw", "sgd"))

@@ -66,9 +66,6 @@ def train(
         if nodes.several:
             nodes.check(_facts(resolved.recipe, rows + heldout, model_id(source)))
         trainer = (make_trainer or Trainer)(run, stack, scheme, parameters, (rows, heldout), progress, nodes)
-        schedule = trainer.schedule
-        peak = schedule.low_rank_peak if trainer.main.endswith(".up") else schedule.peak
-        progress.line(f"{schedule.steps} steps, peak learning rate {peak:.2g}")
         job = trainer.trunk_job(model_id(source))
         shape = plan.shape_of(source, resolved.recipe.model.frozen)
         check_space([*disk_needs(run, shape, scheme), *trunk.missing(run, job)])

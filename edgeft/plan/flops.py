@@ -106,6 +106,9 @@ def choosing_rows(tokens: Sequence[int]) -> int:
     return min(len(tokens), CHOOSING_ROWS, max(MIN_CHOOSING_ROWS, few + 1))
 
 
+FARTHEST = 4.0  # the largest factor that `train.lr_loss` makes
+
+
 @dataclass
 class Schedule:
     """Steps and learning rates of a run."""
@@ -113,6 +116,7 @@ class Schedule:
     rows: int
     train: TrainConfig
     width: int = 0  # of the model
+    base_loss: float = math.nan  # on held-out rows, before training
 
     @property
     def peak(self) -> float:
@@ -127,10 +131,12 @@ class Schedule:
 
     @property
     def low_rank_peak(self) -> float:
-        """Of low-rank updates."""
+        """Of low-rank updates. A step moves them equally far on all rows; what the model knows least is farther."""
         scaled = self.train.lr_width and self.width
         rate = self.train.low_rank_lr or self.train.lr
-        return rate * self.train.lr_width / self.width if scaled else rate
+        rate = rate * self.train.lr_width / self.width if scaled else rate
+        far = self.base_loss / self.train.lr_loss if self.train.lr_loss else 1.0
+        return rate * min(FARTHEST, far**2) if far > 1 else rate
 
     @property
     def per_epoch(self) -> int:

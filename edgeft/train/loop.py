@@ -228,6 +228,9 @@ class Trainer:
         self.progress.advance(self.step)
         if self.step == 0:
             self._begin()
+        self.schedule.base_loss = self.base_loss
+        peak = self.schedule.low_rank_peak if self.main.endswith(".up") else self.schedule.peak
+        self.progress.line(f"{self.schedule.steps} steps, peak learning rate {peak:.2g}")
         self.saved_at = time.monotonic()
         while self.step < self.schedule.steps:
             if not self._train_step(stopping):
