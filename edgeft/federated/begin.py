@@ -1,7 +1,7 @@
 """The first and the last step on the server: a run folder to a federation's state, and its result to a trained run.
 
-The directions of low-rank updates, and channels, are chosen by the gradients of the server's own rows: no device sends
-any for that.
+The directions of low-rank updates, channels, and the support of `--send top:1%` are chosen by the gradients of the
+server's own rows: no device sends any for that.
 """
 
 from __future__ import annotations
@@ -10,15 +10,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from edgeft.errors import ConfigError, RunError
+import numpy as np
+import torch
+
+from edgeft.data.forest import epoch_order
+from edgeft.engine.stack import batch_of
+from edgeft.errors import ConfigError, EdgeftError, RunError
 from edgeft.federated.local import write_result
 from edgeft.federated.server import ServerState
 from edgeft.federated.task import Terms
+from edgeft.federated.update import Indices, Layout
 from edgeft.pipeline import stages
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.run.record import Allowance
 from edgeft.train.loop import Trainer
+
+SUPPORT_ROWS = 32  # of the server, whose gradient chooses the support
 
 
 class BeginTrainer(Trainer):
@@ -38,7 +46,29 @@ class BeginTrainer(Trainer):
         self._begin()
         trained = {name: self.stored[name].detach().numpy() for name in self.parameters}
         fixed = {name: tensor.numpy() for name, tensor in self.stored.items() if name not in trained}
-        ServerState(self.terms, self.rule, fixed, trained).save(self.run)
+        ServerState(self.terms, self.rule, fixed, trained, self._support()).save(self.run)
+
+    def _support(self) -> Indices | None:
+        """The numbers with the largest gradient over some rows."""
+        send = self.terms.sends
+        if send.dense:
+            return None
+        rows = epoch_order(self.forest, self.rows, self.recipe.train.seed, 0, grouped=False)[:SUPPORT_ROWS]
+        for part in self._parts(rows):
+            self.loss(*batch_of(self.forest, part, self.live)).backward()  # type: ignore[no-untyped-call]
+        sizes = {name: abs_gradient(parameter) for name, parameter in self.parameters.items()}
+        self.optimizer.clear()
+        flat = Layout.of(sizes).flatten(sizes)
+        if not np.isfinite(flat).all():
+            raise EdgeftError("the gradient of the server's rows is NaN or infinite", "check the model and --data")
+        self.progress.line(
+            f"{send.count(len(flat)):,} numbers are trained: the largest of the gradient of {len(rows)} rows"
+        )
+        return send.choose(flat)
+
+
+def abs_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.abs()
 
 
 def begin(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> None:

@@ -36,11 +36,12 @@ class RoundSchedule(Schedule):
 
     number: int = 0
     rounds: int = 1
+    factor: float = 1.0  # of all rates
 
     def _share(self, step: int) -> float:
         steps = self.steps * self.rounds
         whole = Schedule(self.rows, replace(self.train, epochs=float(steps), steps=steps), self.width)
-        return whole._share(self.number * self.steps + step)
+        return self.factor * whole._share(self.number * self.steps + step)
 
 
 class RoundTrainer(Trainer):
@@ -51,8 +52,14 @@ class RoundTrainer(Trainer):
         super().__init__(run, stack, scheme, parameters, (rows, []), progress, nodes)
         self.task = task
         plain = self.schedule
-        self.schedule = RoundSchedule(plain.rows, plain.train, plain.width, task.round, task.terms.rounds)
+        terms = task.terms
+        self.schedule = RoundSchedule(
+            plain.rows, plain.train, plain.width, task.round, terms.rounds, terms.sends.rate_factor
+        )
         self._check_tensors()
+        if not terms.sends.dense:
+            masks = task.layout.split(np.ones(task.layout.size, np.float32))
+            self.optimizer.masks = {name: torch.from_numpy(mask != 0) for name, mask in masks.items()}
 
     def step_rows(self, step: int) -> list[int]:
         """Each round has an order of its own."""
@@ -135,5 +142,5 @@ def write_result(run: Run, task: Task, more: dict[str, Any]) -> None:
     """As a complete training: the best checkpoint, and done.json."""
     tensors = {name: torch.from_numpy(array) for name, array in {**task.fixed, **task.trained}.items()}
     checkpoint.write(run.best, tensors, {"step": task.round, "best_step": task.round})
-    done = {"steps": task.round, "best_step": task.round, "trained_parameters": task.layout.size}
+    done = {"steps": task.round, "best_step": task.round, "trained_parameters": task.layout.total}
     run.write_json(run.done, {**done, **more})
