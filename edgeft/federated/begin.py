@@ -49,26 +49,24 @@ class BeginTrainer(Trainer):
         ServerState(self.terms, self.rule, fixed, trained, self._support()).save(self.run)
 
     def _support(self) -> Indices | None:
-        """The numbers with the largest gradient over some rows."""
+        """The numbers with the largest gradients: squares of single rows, as rows take from each other in a sum."""
         send = self.terms.sends
         if send.dense:
             return None
         rows = epoch_order(self.forest, self.rows, self.recipe.train.seed, 0, grouped=False)[:SUPPORT_ROWS]
-        for part in self._parts(rows):
-            self.loss(*batch_of(self.forest, part, self.live)).backward()  # type: ignore[no-untyped-call]
-        sizes = {name: abs_gradient(parameter) for name, parameter in self.parameters.items()}
-        self.optimizer.clear()
-        flat = Layout.of(sizes).flatten(sizes)
+        squares = {name: torch.zeros_like(parameter.detach()) for name, parameter in self.parameters.items()}
+        for row in rows:
+            nodes, batch = batch_of(self.forest, [row], self.live)
+            (self.loss(nodes, batch) / self.forest.trained([row])).backward()  # type: ignore[no-untyped-call]
+            for name, parameter in self.parameters.items():
+                if parameter.grad is not None:
+                    squares[name] += parameter.grad.square()
+            self.optimizer.clear()
+        flat = Layout.of(squares).flatten(squares)
         if not np.isfinite(flat).all():
             raise EdgeftError("the gradient of the server's rows is NaN or infinite", "check the model and --data")
-        self.progress.line(
-            f"{send.count(len(flat)):,} numbers are trained: the largest of the gradient of {len(rows)} rows"
-        )
+        self.progress.line(f"{send.count(len(flat)):,} numbers are trained: the largest gradients of {len(rows)} rows")
         return send.choose(flat)
-
-
-def abs_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.abs()
 
 
 def begin(run: Run, progress: Progress, allowed: Allowance = Allowance()) -> None:

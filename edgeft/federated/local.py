@@ -22,7 +22,7 @@ from edgeft.federated.update import Feedback
 from edgeft.host.files import remove_tree
 from edgeft.methods.layer import trained_linears
 from edgeft.pipeline import stages
-from edgeft.plan.flops import Schedule
+from edgeft.plan.flops import Schedule, support_rate
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.run.record import Allowance
@@ -53,9 +53,8 @@ class RoundTrainer(Trainer):
         self.task = task
         plain = self.schedule
         terms = task.terms
-        self.schedule = RoundSchedule(
-            plain.rows, plain.train, plain.width, task.round, terms.rounds, terms.sends.rate_factor
-        )
+        factor = support_rate(terms.sends.share)
+        self.schedule = RoundSchedule(plain.rows, plain.train, plain.width, task.round, terms.rounds, factor)
         self._check_tensors()
         if not terms.sends.dense:
             masks = task.layout.split(np.ones(task.layout.size, np.float32))

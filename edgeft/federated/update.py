@@ -110,11 +110,6 @@ class Send:
     def dense(self) -> bool:
         return self.share >= 1
 
-    @property
-    def rate_factor(self) -> float:
-        """Of the learning rates: a step of fewer numbers is then as long as one of all."""
-        return 1 / math.sqrt(self.share)
-
     def count(self, total: int) -> int:
         """Numbers of the support, of so many."""
         return total if self.dense else max(1, math.ceil(self.share * total))

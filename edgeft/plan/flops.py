@@ -106,6 +106,12 @@ def choosing_rows(tokens: Sequence[int]) -> int:
     return min(len(tokens), CHOOSING_ROWS, max(MIN_CHOOSING_ROWS, few + 1))
 
 
+def support_rate(share: float) -> float:
+    """Factor of the learning rates where only this share of the numbers is trained: 5 for 1 %. A step is then half as
+    long as one of all numbers; with 8 or 10 SmolLM2-135M learns SQuAD less well."""
+    return max(1.0, 0.5 / math.sqrt(share))
+
+
 @dataclass
 class Schedule:
     """Steps and learning rates of a run."""
