@@ -236,7 +236,7 @@ def audit(
     data: DataOption = None,
     sets: SetOption = None,
     rows: Annotated[str, Option(metavar="COUNTS", help="Rows in one gradient.")] = "1,4,16",
-    send: Annotated[str, Option(help="dense, or the share of the largest numbers: top:1%.")] = "dense",
+    send: Annotated[str, Option(help="dense, or the share of the numbers that is trained and sent: top:1%.")] = "dense",
     dp: Annotated[str | None, Option(help="Clipping and noise: epsilon=8,delta=1e-5 or noise=0.1.")] = None,
     match: Annotated[int, Option(min=0, help="Steps of gradient matching for one row; 0 = none, it is slow.")] = 0,
     no_network: OfflineOption = False,

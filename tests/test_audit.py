@@ -16,7 +16,7 @@ from edgeft import config
 from edgeft.audit import attack, match
 from edgeft.audit.pursuit import pursuit
 from edgeft.audit.score import rouge, score
-from edgeft.audit.sent import Noise, parse_send, pruned
+from edgeft.audit.sent import Model, Noise, largest, parse_send, restricted
 from edgeft.audit.span import read_input, spans_of
 from edgeft.audit.words import conclusion
 from edgeft.cli import app
@@ -184,12 +184,25 @@ def test_an_epoch_of_int8_weights_is_sent_too(tiny: Path, texts: Path) -> None:
     assert all(torch.equal(b, stored[name]) for name, b in made.model.stack.model.named_buffers())
 
 
+def test_an_epoch_trains_the_support_alone(tiny: Path, texts: Path) -> None:
+    """As a device does: its rows do not choose what they change."""
+    recipe = recipe_of("sparse-bp", tiny, texts, "update.blocks=all")
+    rows = encode(recipe)[1]
+    model = Model(recipe, rows, 0.02)
+    change = model.epoch(rows[:1])
+    count = sum(tensor.numel() for tensor in change.values())
+    assert sum(int(mask.sum()) for mask in model.support.values()) == round(0.02 * count)
+    for name, tensor in change.items():
+        assert not tensor[~model.support[name]].any()
+    assert sum(int(tensor.count_nonzero()) for tensor in change.values()) > 0.005 * count
+
+
 def test_the_largest_numbers_are_sent() -> None:
     tensors = {"a": torch.tensor([[1.0, -9.0], [3.0, 0.5]]), "b": torch.tensor([4.0, -2.0, 0.1, 8.0])}
-    kept = pruned(tensors, parse_send("top:25%"))
+    kept = restricted(tensors, largest(tensors, parse_send("top:25%")))
     assert kept["a"].tolist() == [[0, -9], [0, 0]]
     assert kept["b"].tolist() == [0, 0, 0, 8]
-    assert pruned(tensors, parse_send("dense")) is tensors
+    assert restricted(tensors, largest(tensors, parse_send("dense"))) is tensors
 
 
 def test_noise_is_as_much_as_epsilon_asks_for() -> None:
@@ -256,7 +269,7 @@ def test_an_attack_that_was_not_tried_is_named(capsys: pytest.CaptureFixture[str
     one |= {"canary_found": False, "guess": guess, "answers": answers, "read": [{"row": "a [b]", "read": ""}]}
     print_audit(Console(width=200), {"send": "top:1%", "dp": None, "match_steps": 0, "settings": [one]})
     shown = capsys.readouterr().out
-    assert "only the top 1% numbers" in shown
+    assert "only the top 1% of the numbers" in shown
     assert "was not tried: --match" in shown
     assert "could list 3, among 9; a guess has 1" in shown
     assert "a [b]" in shown

@@ -53,6 +53,7 @@ class Federation:
             do_step(self.run, "prepare", self.lines)
         self.run.write_json(self.run.path / "terms.json", {**asdict(self.terms), "rule": rule})
         do_step(self.run, "begin", self.lines)
+        self.terms = self.state().terms
         files = simulate.split(str(data), "random", count, folder / "rows")
         self.devices = [self.device(f"device-{number + 1}", file) for number, file in enumerate(files)]
 
@@ -122,6 +123,55 @@ def test_the_mean_of_dense_updates_is_that_of_the_devices_deltas(federation: Mak
     rows = np.array([reply.rows for reply in replies], float)
     wanted = before + sum(share * delta for share, delta in zip(rows / rows.sum(), deltas, strict=True))
     np.testing.assert_allclose(vector(state), wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_a_device_trains_the_support_alone(federation: Make) -> None:
+    """What it sends is the whole change of its weights, to the rounding that it keeps."""
+    made = federation(1, rounds=2, min_clients=1)
+    device, state = made.devices[0], made.state()
+    before = Layout.of(state.trained).flatten(state.trained)
+    reply = device.answer(state.task(device.name).pack())
+    tensors = checkpoint.read(device.run.best)[0]
+    after = Layout.of(state.trained).flatten({name: tensors[name].numpy() for name in state.trained})
+    kept = DeviceState.load(device.run)
+    assert state.support is not None
+    assert kept is not None
+    outside = np.ones(len(after), bool)
+    outside[state.support] = False
+    assert after[outside].tobytes() == before[outside].tobytes()
+    sent = decode(reply.update, state.layout, made.terms.sends)
+    np.testing.assert_array_equal(kept.residual, (after - before)[state.support] - sent)
+    assert np.linalg.norm(kept.residual) < 0.02 * np.linalg.norm(sent)
+
+
+def test_the_support_holds_the_largest_gradients(federation: Make) -> None:
+    """Of the server's own rows; and it is the same in all rounds."""
+    made = federation(1, rounds=2, min_clients=1, send="top:1%")
+    before = made.state()
+    assert before.support is not None
+    assert (np.diff(before.support) > 0).all()
+    assert len(before.support) == -(-before.layout.total // 100)
+    line = next(line for line in made.lines.lines if "numbers are trained" in line)
+    assert line.startswith(f"{len(before.support):,} numbers are trained")
+    state = made.run_rounds()
+    np.testing.assert_array_equal(state.support, before.support)
+
+
+def test_a_restarted_server_chooses_the_same_support(federation: Make) -> None:
+    made = federation(1, min_clients=1)
+    before = ServerState.file(made.run).read_bytes()
+    ServerState.file(made.run).unlink()
+    do_step(made.run, "begin", made.lines)
+    assert ServerState.file(made.run).read_bytes() == before
+
+
+def test_weight_decay_does_not_go_with_a_support(tmp_path: Path, tiny: Path) -> None:
+    recipe = config.apply_sets(config.load_recipe("sparse-bp"), [f"model.path={tiny}", "train.weight_decay=0.1"])
+    plan = session.Plan.read(1, 1, "top:1%", None, "mean")
+    with pytest.raises(ConfigError, match="weight_decay") as error:
+        session.start(tmp_path / "fed", recipe, plan)
+    assert "--send dense" in error.value.hint
+    assert not (tmp_path / "fed").exists()
 
 
 def test_the_trunk_runs_once_for_all_rounds(federation: Make) -> None:
@@ -216,6 +266,15 @@ def test_rounds_share_one_schedule(federation: Make) -> None:
     assert rates[-1] < 0.3 * max(rates)
 
 
+def test_rows_that_are_far_from_the_model_raise_the_rate_of_all_devices(federation: Make) -> None:
+    """By the loss of the server's held-out rows: about 7, that of random weights."""
+    made = federation(1, "train.lr_loss=5", "train.low_rank_lr=1e-3", rounds=1, min_clients=1, send="dense")
+    train = made.terms.recipe["train"]
+    (before,) = [event["heldout_loss"] for event in made.run.events() if event["event"] == "validation"]
+    assert train["low_rank_lr"] == pytest.approx(1e-3 * (before / 5) ** 2)
+    assert train["lr_loss"] == 0
+
+
 # ---------------------------------------------------------------- faults
 
 
@@ -258,7 +317,7 @@ def test_a_round_ends_with_the_devices_that_are_usable(federation: Make) -> None
     assert [device["name"] for device in state.history[0]["devices"]] == ["device-4"]
     remarks = sorted(state.history[0]["remarks"])
     assert "NaN" in remarks[0]
-    assert "instead of" in remarks[1] or "is not `dense`" in remarks[1]
+    assert "has 32 bytes; `dense` has" in remarks[1]
     assert "no answer in time" in remarks[2]
     assert all(line.startswith(f"device-{n + 1}: refused: ") for n, line in enumerate(remarks))
     assert np.isfinite(vector(state)).all()
@@ -308,6 +367,17 @@ def test_a_device_that_is_stopped_stops_the_simulation(federation: Make) -> None
     assert state.history[0]["remarks"] == ["device-1: refused: stopped"]
 
 
+@pytest.mark.parametrize("rule", ["mean", "trimmed", "krum"])
+def test_sparse_updates_are_aggregated_by_every_rule(federation: Make, rule: str) -> None:
+    """All devices send the same numbers, so none is divided by devices that did not send it."""
+    made = federation(5, "train.batch_rows=1", rounds=1, send="top:2%", min_clients=5, rule=rule)
+    state = made.run_rounds()
+    moved = np.flatnonzero(Layout.of(state.trained).flatten(state.trained))
+    assert state.support is not None
+    assert len(moved) > 0.9 * len(state.support) == 0.9 * made.terms.sends.count(state.layout.total)
+    assert set(moved) <= set(state.support.tolist())
+
+
 def test_too_few_devices_end_it_with_a_hint_and_nothing_is_lost(federation: Make) -> None:
     made = federation(2, rounds=2, min_clients=2)
     silent = Bad(made.devices[1], lambda reply: None)
@@ -334,8 +404,7 @@ def test_another_base_model_is_refused_before_anything_runs(federation: Make, ti
 @pytest.mark.parametrize("change", ["version", "rounds", "recipe", "send", "nothing"])
 def test_terms_that_are_not_understood_are_refused(federation: Make, change: str) -> None:
     made = federation(1, min_clients=1)
-    values = json.loads(json.dumps(made.run.read_json(made.run.path / "terms.json")))
-    values.pop("rule")
+    values = json.loads(json.dumps(asdict(made.terms)))
     assert Terms.read(dict(values)) == made.terms
     wrong: dict[str, Any] = {
         "version": {**values, "protocol": 99, "version": "9.9"},
@@ -351,7 +420,9 @@ def test_terms_that_are_not_understood_are_refused(federation: Make, change: str
         assert "same version" in error.value.hint
 
 
-@pytest.mark.parametrize("change", ["shape", "name", "nan", "type", "bytes", "round"])
+@pytest.mark.parametrize(
+    "change", ["shape", "name", "nan", "type", "bytes", "round", "no support", "few", "order", "range"]
+)
 def test_a_task_that_does_not_fit_the_device_is_refused(federation: Make, change: str) -> None:
     made = federation(1, min_clients=1)
     task = made.state().task("device-1")
@@ -365,7 +436,10 @@ def test_a_task_that_does_not_fit_the_device_is_refused(federation: Make, change
         trained[name] = np.full_like(trained[name], np.nan)
     elif change == "type":
         trained[name] = trained[name].astype(np.float64)
-    data = replace(task, trained=trained, round=99 if change == "round" else 0).pack()
+    assert task.support is not None
+    supports = {"no support": None, "few": task.support[1:], "order": task.support[::-1], "range": task.support + 10**6}
+    support = supports.get(change, task.support)
+    data = replace(task, trained=trained, support=support, round=99 if change == "round" else 0).pack()
     if change == "bytes":
         data = data[:-5] + b"x" + data[-4:]
     with pytest.raises(DataError):
@@ -479,7 +553,6 @@ def test_devices_and_server_killed_at_random_lose_nothing(tmp_path: Path) -> Non
     ("options", "said"),
     [
         ({"rule": "median"}, "--aggregate median"),
-        ({"rule": "trimmed"}, "does not go with `--send top:1%`"),
         ({"rule": "krum", "dp": "epsilon=8,delta=1e-5,noise=1"}, "does not go with `--aggregate krum`"),
         ({"send": "some"}, "--send some"),
         ({"dp": "epsilon=many"}, "--dp epsilon=many"),

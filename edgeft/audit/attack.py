@@ -12,7 +12,7 @@ from edgeft.audit.answers import answer_tokens
 from edgeft.audit.match import match
 from edgeft.audit.score import Score, score
 from edgeft.audit.search import Found, Known, Search
-from edgeft.audit.sent import Model, Noise, Tensors, parse_send, pruned
+from edgeft.audit.sent import Model, Noise, Tensors, parse_send, restricted
 from edgeft.audit.words import setting_name
 from edgeft.config import Recipe
 from edgeft.data.rows import Row, question_row
@@ -61,12 +61,11 @@ class Audit:
 
     def __init__(self, request: Request, tokenizer: Tokenizer, progress: Progress) -> None:
         self.request, self.tokenizer, self.progress = request, tokenizer, progress
-        self.share = parse_send(request.send)
         encoder = Encoder(tokenizer, request.recipe.data.max_tokens, request.recipe.data.system)
         self.rows, self.canary = _with_canary(list(request.rows[: max(request.counts)]), encoder, request.seed)
         if len(self.rows) < max(request.counts):
             raise DataError(f"{len(self.rows)} rows can be used, and --rows asks for {max(request.counts)}")
-        self.model = Model(request.recipe, self.rows)
+        self.model = Model(request.recipe, self.rows, parse_send(request.send))
         prefix, end = _template(encoder, self.rows)
         stack, cut = self.model.stack, self.model.scheme.cut
         vocabulary = min(tokenizer.vocab_size, stack.head.packed.rows)
@@ -98,9 +97,9 @@ class Audit:
 
     def _setting(self, kind: str, rows: list[Encoded]) -> dict[str, Any]:
         sent = self.model.gradient(rows) if kind == "gradient" else self.model.epoch(rows)
-        sent = pruned(sent, self.share)
+        sent = restricted(sent, self.model.support)
         if self.request.noise is not None:
-            sent = self.request.noise.apply(sent, self.request.seed)
+            sent = restricted(self.request.noise.apply(sent, self.request.seed), self.model.support)
         found, attack = self._read(sent, rows, kind)
         wanted = [self._private(row) for row in rows]
         reached, best = score(wanted, found.rows, found.bag, self.tokenizer)

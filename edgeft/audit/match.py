@@ -18,7 +18,7 @@ import torch
 
 from edgeft.audit.answers import answer_tokens
 from edgeft.audit.search import Found, Known
-from edgeft.audit.sent import Model, Tensors
+from edgeft.audit.sent import Model, Tensors, restricted
 from edgeft.data.tokens import Encoded
 
 Tensor = torch.Tensor
@@ -42,7 +42,7 @@ class Matching:
 
     def loss(self, ids: Tensor) -> tuple[float, Tensors]:
         """(D, the dummy's gradient)."""
-        mine = self.model.gradient([self._dummy(ids)])
+        mine = restricted(self.model.gradient([self._dummy(ids)]), self.model.support)
         return sum(1 - _cosine(mine[name], sent) for name, sent in self.sent.items()) / len(self.sent), mine
 
     def _dummy(self, ids: Tensor) -> Encoded:

@@ -1,4 +1,5 @@
-"""What a device would send: a gradient, or the change of the weights in a local epoch; dense, pruned, or with noise.
+"""What a device would send: a gradient, or the change of the weights in a local epoch; all of it or a support's, with
+or without noise.
 
 Everything is computed in plain torch in float32: rounding is no protection that anybody may rely on.
 """
@@ -18,13 +19,14 @@ from edgeft.data.tokens import Encoded
 from edgeft.engine.stack import batch_of
 from edgeft.errors import ConfigError
 from edgeft.methods.layer import checkpoint_tensors, trained_linears
-from edgeft.plan.flops import Schedule
+from edgeft.plan.flops import Schedule, support_rate
 from edgeft.train.build import build
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]  # by the parameter's name
-CHOOSING_ROWS = 16  # whose gradients choose directions
-SEND_HINT = "`dense`, or the share of the largest numbers: `top:1%`"
+Masks = dict[str, Tensor]  # bool: the support, the numbers that are trained and sent; empty: all
+CHOOSING_ROWS = 16  # whose gradients choose directions and the support
+SEND_HINT = "`dense`, or the share of the numbers that is trained and sent: `top:1%`"
 DP_HINT = "`epsilon=8,delta=1e-5`, or `noise=0.1`, the deviation as a multiple of the clipping norm; `clip=1` with both"
 
 
@@ -64,6 +66,7 @@ class Noise:
         return high
 
     def apply(self, tensors: Tensors, seed: int) -> Tensors:
+        """To all numbers."""
         draw = torch.Generator().manual_seed(seed)
         norm = math.sqrt(sum(float(t.double().square().sum()) for t in tensors.values()))
         factor, deviation = min(1.0, self.clip / max(norm, 1e-30)), self.multiplier * self.clip
@@ -77,7 +80,7 @@ def _delta(epsilon: float, sigma: float) -> float:
 
 
 def parse_send(text: str) -> float:
-    """The share of the numbers that is sent."""
+    """The share of the numbers that is trained and sent."""
     if text == "dense":
         return 1.0
     head, _, share = text.partition(":")
@@ -90,27 +93,33 @@ def parse_send(text: str) -> float:
     return value
 
 
-def pruned(tensors: Tensors, share: float) -> Tensors:
-    """The largest numbers of all tensors together; the others are zero."""
+def largest(tensors: Tensors, share: float) -> Masks:
+    """Where the largest numbers of all tensors together are."""
     if share >= 1:
-        return tensors
+        return {}
     sizes = torch.cat([t.abs().flatten() for t in tensors.values()])
     limit = sizes.kthvalue(len(sizes) - max(1, round(share * len(sizes))) + 1).values
-    return {name: torch.where(t.abs() >= limit, t, 0.0) for name, t in tensors.items()}
+    return {name: t.abs() >= limit for name, t in tensors.items()}
+
+
+def restricted(tensors: Tensors, support: Masks) -> Tensors:
+    """To the support; the others are zero."""
+    return {name: torch.where(support[name], t, 0.0) for name, t in tensors.items()} if support else tensors
 
 
 class Model:
     """The model with the recipe's scheme at the beginning of a round: device and server both have it."""
 
-    def __init__(self, recipe: Recipe, rows: Sequence[Encoded]) -> None:
-        """rows: the user's. In training their gradients choose the directions of low-rank updates and the channels; the
-        server must have the same, or the sum of several devices' updates would mean nothing."""
+    def __init__(self, recipe: Recipe, rows: Sequence[Encoded], share: float = 1.0) -> None:
+        """rows: the user's, share: of the numbers that are sent. In a federation the server's rows choose directions,
+        channels and support; here these rows do, which can only show more of them."""
         plain = replace(recipe.how, compile="off", products="fp32", weights="fp32", optimizer_state="fp32")
         self.recipe = replace(recipe, how=plain)
         self.stack, self.scheme, self.parameters = build(self.recipe)
         some = list(rows[:CHOOSING_ROWS])
         self.scheme.method.choose_channels(self.stack, self.scheme, lambda: self._backward(some))
         self.clear()
+        self.share, self.support = share, largest(self._squares(some), share) if share < 1 else {}
 
     def _backward(self, rows: Sequence[Encoded]) -> None:
         """Adds the gradients of the mean loss over all targets."""
@@ -146,13 +155,22 @@ class Model:
         self.clear()
         return made
 
+    def _squares(self, rows: Sequence[Encoded]) -> Tensors:
+        """Of the gradients of each row alone, summed."""
+        made = {name: torch.zeros_like(p.detach()) for name, p in self.parameters.items()}
+        for row in rows:
+            for name, gradient in self.gradient([row]).items():
+                made[name] += gradient.square()
+        return made
+
     def epoch(self, rows: Sequence[Encoded]) -> Tensors:
         """The change of the weights in one epoch over these rows, by the recipe's optimiser at its peak rates; then
         the weights are as before."""
         train = self.recipe.train
         optimizer = self.scheme.method.optimizer(self.stack, self.parameters, self.recipe)
-        rates = Schedule(len(rows), train, self.stack.width)
-        optimizer.set_rate(rates.peak, rates.bias_peak, rates.low_rank_peak)
+        optimizer.masks = self.support
+        rates, factor = Schedule(len(rows), train, self.stack.width), support_rate(self.share)
+        optimizer.set_rate(*(factor * rate for rate in (rates.peak, rates.bias_peak, rates.low_rank_peak)))
         order = epoch_order(Forest(rows), list(range(len(rows))), train.seed, 0, train.order == "grouped")
         stored = checkpoint_tensors(self.stack, self.parameters)
         restored = {name: tensor.detach().clone() for name, tensor in stored.items()}

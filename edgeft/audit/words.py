@@ -14,7 +14,9 @@ def setting_name(setting: dict[str, Any]) -> str:
 
 def sent_as(result: dict[str, Any]) -> str:
     noise = result["dp"]
-    parts = ["everything" if result["send"] == "dense" else f"only the {result['send'].replace(':', ' ')} numbers"]
+    parts = [
+        "everything" if result["send"] == "dense" else f"only the {result['send'].replace(':', ' ')} of the numbers"
+    ]
     if noise is not None:
         private = f" (ε = {noise['epsilon']:g}, δ = {noise['delta']:g})" if noise["epsilon"] else ""
         parts.append(f"clipped to {noise['clip']:g}, with noise of {noise['noise']:.3g} times that{private}")

@@ -38,6 +38,7 @@ class Optimizer:
         self.in_place = how.step_in_place
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.bf16_weights: dict[str, torch.Tensor] = {}  # that a parameter stands for, where it only has the gradient
+        self.masks: dict[str, torch.Tensor] = {}  # bool, of a parameter's numbers those that are trained; none: all
         self.lr = self.bias_lr = self.low_rank_lr = train.lr
         self.kept: dict[str, dict[str, Any]] = {}  # by a parameter's name: tensors and numbers
         self._squares, self._seen = 0.0, 0  # of the gradients complete in this step: their square sum, and numbers
@@ -76,6 +77,7 @@ class Optimizer:
     def _use(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
             return
+        self._mask(parameter)
         square = self._square(parameter.grad)
         self._squares += square
         self._seen += parameter.numel()
@@ -103,6 +105,8 @@ class Optimizer:
             self.norm = norm if self._good and math.isfinite(norm) else self.norm
             return norm
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        for name in gradients.keys() & self.masks.keys():
+            self._mask(self.parameters[name])
         norm = math.sqrt(sum(map(self._square, gradients.values())))
         if self._good and math.isfinite(norm):
             self._update(gradients, self._factor(norm))
@@ -124,6 +128,12 @@ class Optimizer:
     def clear(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def _mask(self, parameter: torch.Tensor) -> None:
+        """Its gradient becomes 0 where it is not trained: without weight decay the number then stays as it is."""
+        mask = self.masks.get(self.names[parameter])  # type: ignore[index]
+        if mask is not None and parameter.grad is not None:
+            parameter.grad.mul_(mask)
 
     def _square(self, gradient: torch.Tensor) -> float:
         """The sum of its squares."""

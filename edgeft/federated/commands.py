@@ -48,7 +48,9 @@ RowsOption = Annotated[
 RoundsOption = Annotated[int, Option(min=1, max=100_000, help="Rounds.")]
 MinOption = Annotated[int, Option("--min-clients", min=1, help="Updates that a round needs.")]
 EpochsOption = Annotated[float, Option("--local-epochs", min=0.0, help="Passes of a device over its rows in a round.")]
-SendOption = Annotated[str, Option("--send", help="`dense`, or a share of the numbers: `top:1%`.")]
+SendOption = Annotated[
+    str, Option("--send", help="`dense`, or the share of the numbers that is trained and sent: `top:1%`.")
+]
 DpOption = Annotated[
     str | None, Option("--dp", help="Noise of the devices: `epsilon=8,delta=1e-5`, optionally `clip=1`, `noise=1.1`.")
 ]
@@ -143,7 +145,7 @@ def serve(
         state = begin(run, step)
         hosts = net.own_hosts(name or ("" if host in ("0.0.0.0", "::") else host))
         identity, _ = net.identity(folder / "net", hosts)
-        size = state.terms.sends.max_bytes(state.layout)
+        size = state.terms.sends.bytes_of(state.layout)
         with flower.SuperLink(identity, host, port, state.terms, size).grid() as grid:
             screen.line(
                 f"on every device:  edgeft federate join {hosts[0]}:{port} --token {identity.token} --data ROWS"

@@ -99,7 +99,9 @@ class SuperLink:
 
     @contextlib.contextmanager
     def grid(self) -> Iterator[Any]:
-        """Once the SuperLink answers; it ends with the context."""
+        """Once the SuperLink answers; it ends with the context. EdgeftError as soon as it has ended by itself."""
+        import httpx
+
         try:
             certificate = self.identity.certificate.read_bytes()
             token = self._task(certificate)
@@ -110,6 +112,8 @@ class SuperLink:
             from flwr.superlink.grid import HttpGrid
 
             grid = HttpGrid(self.address, False, certificate, token=token)
+            retry, give_up = grid._retry_invoker, grid._retry_invoker.should_giveup
+            retry.should_giveup = lambda error: self.process.poll() is not None or give_up(error)  # else it never does
             client = grid._runtime_client
             task = client.PullTaskInput(PullTaskInputRequest())
             TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, task.run.run_id
@@ -119,6 +123,13 @@ class SuperLink:
             beats.start()
             try:
                 yield grid
+            except httpx.HTTPError as error:
+                code = self.process.poll()
+                what = f"does not answer: {error}" if code is None else f"ended with code {code}"
+                raise EdgeftError(
+                    f"Flower's SuperLink {what}; complete rounds are kept",
+                    f"continue with `edgeft federate serve --resume`; the SuperLink's messages are in {self.log}",
+                ) from None
             finally:
                 beats.stop()
                 grid.close()

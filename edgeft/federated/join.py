@@ -34,7 +34,7 @@ from edgeft.run.progress import Progress
 
 TASK_POLL_S = 0.5
 AWAY_S = 5.0  # between two attempts to reach a server that went away
-SUPERNODE_S = 30.0  # for which the SuperNode itself tries; then `take_part` joins again
+SUPERNODE_S = 10.0  # for which the SuperNode itself tries; then `take_part` joins again
 NAME = re.compile(r"[\w.-]{1,64}")
 
 

@@ -22,7 +22,7 @@ from edgeft.federated.update import Feedback
 from edgeft.host.files import remove_tree
 from edgeft.methods.layer import trained_linears
 from edgeft.pipeline import stages
-from edgeft.plan.flops import Schedule
+from edgeft.plan.flops import Schedule, support_rate
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 from edgeft.run.record import Allowance
@@ -36,11 +36,12 @@ class RoundSchedule(Schedule):
 
     number: int = 0
     rounds: int = 1
+    factor: float = 1.0  # of all rates
 
     def _share(self, step: int) -> float:
         steps = self.steps * self.rounds
         whole = Schedule(self.rows, replace(self.train, epochs=float(steps), steps=steps), self.width)
-        return whole._share(self.number * self.steps + step)
+        return self.factor * whole._share(self.number * self.steps + step)
 
 
 class RoundTrainer(Trainer):
@@ -51,8 +52,19 @@ class RoundTrainer(Trainer):
         super().__init__(run, stack, scheme, parameters, (rows, []), progress, nodes)
         self.task = task
         plain = self.schedule
-        self.schedule = RoundSchedule(plain.rows, plain.train, plain.width, task.round, task.terms.rounds)
+        terms = task.terms
+        self.schedule = RoundSchedule(
+            plain.rows,
+            plain.train,
+            plain.width,
+            number=task.round,
+            rounds=terms.rounds,
+            factor=support_rate(terms.sends.share),
+        )
         self._check_tensors()
+        if not terms.sends.dense:
+            masks = task.layout.split(np.ones(task.layout.size, np.float32))
+            self.optimizer.masks = {name: torch.from_numpy(mask != 0) for name, mask in masks.items()}
 
     def step_rows(self, step: int) -> list[int]:
         """Each round has an order of its own."""
@@ -135,5 +147,5 @@ def write_result(run: Run, task: Task, more: dict[str, Any]) -> None:
     """As a complete training: the best checkpoint, and done.json."""
     tensors = {name: torch.from_numpy(array) for name, array in {**task.fixed, **task.trained}.items()}
     checkpoint.write(run.best, tensors, {"step": task.round, "best_step": task.round})
-    done = {"steps": task.round, "best_step": task.round, "trained_parameters": task.layout.size}
+    done = {"steps": task.round, "best_step": task.round, "trained_parameters": task.layout.total}
     run.write_json(run.done, {**done, **more})

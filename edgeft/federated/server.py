@@ -18,8 +18,8 @@ import numpy as np
 from edgeft.errors import DataError, EdgeftError
 from edgeft.federated import aggregate, blob
 from edgeft.federated.aggregate import Received
-from edgeft.federated.task import FIXED, TRAINED, Task, Terms
-from edgeft.federated.update import Layout, decode
+from edgeft.federated.task import FIXED, SUPPORT, TRAINED, Task, Terms, pack_model
+from edgeft.federated.update import Indices, Layout, decode
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
 
@@ -51,6 +51,7 @@ class ServerState:
     rule: str  # of aggregate.RULES
     fixed: blob.Arrays
     trained: blob.Arrays
+    support: Indices | None = None  # the numbers of `trained` that are trained and sent; None: all
     round: int = 0  # rounds that are complete
     usual: float = 0.0  # median norm of the last round's updates
     noises: list[float] = field(default_factory=list)  # of each round
@@ -68,24 +69,23 @@ class ServerState:
             return None
         header, arrays = found
         terms, rule = Terms.read(header.pop("terms")), header.pop("rule")
-        return ServerState(terms, rule, blob.part(arrays, FIXED), blob.part(arrays, TRAINED), **header)
+        fixed, trained = blob.part(arrays, FIXED), blob.part(arrays, TRAINED)
+        return ServerState(terms, rule, fixed, trained, arrays.get(SUPPORT), **header)
 
     def save(self, run: Run) -> None:
         keys = ("rule", "round", "usual", "noises", "accepted", "history")
         header = {"terms": asdict(self.terms), **{key: getattr(self, key) for key in keys}}
-        arrays = {FIXED + name: array for name, array in self.fixed.items()}
-        arrays |= {TRAINED + name: array for name, array in self.trained.items()}
-        blob.write(self.file(run), blob.pack(header, arrays))
+        blob.write(self.file(run), blob.pack(header, pack_model(self.fixed, self.trained, self.support)))
 
     @property
     def layout(self) -> Layout:
-        return Layout.of(self.trained)
+        return Layout.of(self.trained, self.support)
 
     def task(self, name: str) -> Task:
-        return Task(self.terms, self.round, self.fixed, self.trained, self.accepted.get(name, -1))
+        return Task(self.terms, self.round, self.fixed, self.trained, self.support, self.accepted.get(name, -1))
 
     def final_task(self) -> Task:
-        return Task(self.terms, self.round, self.fixed, self.trained, final=True)
+        return Task(self.terms, self.round, self.fixed, self.trained, self.support, final=True)
 
     def summary(self) -> dict[str, Any]:
         """For people: what was asked, each device's sums, and the record of each round."""
@@ -101,7 +101,7 @@ class ServerState:
             "min_clients": self.terms.min_clients,
             "send": self.terms.send,
             "aggregate": self.rule,
-            "dense_bytes": 4 * self.layout.size,
+            "dense_bytes": 4 * self.layout.total,
             "epsilon": self.history[-1]["epsilon"] if self.history else None,
             "epsilon_limit": privacy.epsilon if privacy else None,
             "delta": privacy.delta if privacy else None,
@@ -208,7 +208,7 @@ def describe(state: ServerState) -> str:
     last = state.history[-1]
     sizes = [device["bytes"] for device in last["devices"]]
     rows = sum(device["rows"] for device in last["devices"])
-    dense = 4 * state.layout.size
+    dense = 4 * state.layout.total
     line = (
         f"round {state.round} of {state.terms.rounds}: {len(sizes)} devices, {rows} rows, "
         f"{max(sizes):,} bytes each (1/{dense / max(sizes):.0f} of dense)"

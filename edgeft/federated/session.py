@@ -40,12 +40,6 @@ class Plan:
         sends, privacy = Send.parse(send), Privacy.parse(dp) if dp else None
         if privacy and rule != "mean":
             raise ConfigError(f"`--dp` does not go with `--aggregate {rule}`", "the noise is that of a plain mean")
-        if rule == "trimmed" and not sends.dense:
-            raise ConfigError(
-                f"`--aggregate trimmed` does not go with `--send {send}`: of a number that few devices send it "
-                "leaves nothing",
-                "use `--send dense`, or `--aggregate krum`",
-            )
         return Plan(rounds, min_clients, sends, privacy.calibrated(rounds) if privacy else None, rule)
 
 
@@ -63,6 +57,9 @@ def federated_recipe(recipe: Recipe, local_epochs: float) -> Recipe:
 
 def start(folder: Path, recipe: Recipe, plan: Plan) -> Run:
     """A new server's run folder with the terms in it. recipe: from federated_recipe."""
+    if recipe.train.weight_decay and not plan.send.dense:
+        what = f"`train.weight_decay` changes all numbers, and `--send {plan.send}` trains and sends some"
+        raise ConfigError(what, "--set train.weight_decay=0, or --send dense")
     source = model_source(recipe.model.path)
     identity = model_id(source)
     run = Run.start(folder, recipe, resume=False)

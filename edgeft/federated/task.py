@@ -17,10 +17,11 @@ from edgeft.config import Recipe
 from edgeft.errors import ConfigError, DataError, EdgeftError, ModelError
 from edgeft.federated import blob
 from edgeft.federated.privacy import Privacy
-from edgeft.federated.update import Layout, Send
+from edgeft.federated.update import Indices, Layout, Send
 
-PROTOCOL = 1
+PROTOCOL = 2
 FIXED, TRAINED = "fixed:", "trained:"  # before the names of a task's arrays
+SUPPORT = "support"  # the name of another
 
 
 def other_version(version: Any, protocol: Any) -> EdgeftError:
@@ -100,6 +101,13 @@ def shared_recipe(terms: Terms, own: Recipe) -> Recipe:
     return replace(recipe, name="federated", data=replace(recipe.data, heldout_share=0.0))
 
 
+def pack_model(fixed: blob.Arrays, trained: blob.Arrays, support: Indices | None) -> blob.Arrays:
+    """In one set of arrays."""
+    arrays = {FIXED + name: array for name, array in fixed.items()}
+    arrays |= {TRAINED + name: array for name, array in trained.items()}
+    return arrays if support is None else {**arrays, SUPPORT: support}
+
+
 @dataclass(frozen=True)
 class Task:
     """One round for one device; the final one is the model that came of all rounds, with nothing to do."""
@@ -108,12 +116,12 @@ class Task:
     round: int  # from 0
     fixed: blob.Arrays  # what training reads and does not change, like the directions of low-rank updates
     trained: blob.Arrays
+    support: Indices | None = None  # the numbers of `trained` that are trained and sent; None: all
     accepted: int = -1  # last round whose update of this device has reached the model
     final: bool = False
 
     def pack(self) -> bytes:
-        arrays = {FIXED + name: array for name, array in self.fixed.items()}
-        arrays |= {TRAINED + name: array for name, array in self.trained.items()}
+        arrays = pack_model(self.fixed, self.trained, self.support)
         header = {"terms": asdict(self.terms), "round": self.round, "accepted": self.accepted, "final": self.final}
         return blob.pack(header, arrays)
 
@@ -129,11 +137,13 @@ class Task:
             raise DataError("the task has no float32 tensors to train")
         if not all(np.isfinite(array).all() for array in (*fixed.values(), *trained.values())):
             raise DataError("the task's tensors have numbers that are NaN or infinite")
-        return Task(terms, number, fixed, trained, accepted, final)
+        support = arrays.get(SUPPORT)
+        terms.sends.check(support, Layout.of(trained).total)
+        return Task(terms, number, fixed, trained, support, accepted, final)
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
-        return Layout.of(self.trained)
+        return Layout.of(self.trained, self.support)
 
     @cached_property
     def digest(self) -> str:

@@ -1,18 +1,18 @@
-"""An update as bytes: what a device sends after a round, dense or only its largest numbers.
+"""An update as bytes: what a device sends after a round, all numbers or those of the support.
 
-`decode` returns bit for bit the numbers that `encode` says it sent, and refuses any other bytes with a DataError, in
-time and memory that the layout bounds. numpy only.
+The support is the share of the numbers that a federation trains; the server names it, so no indices are sent. `decode`
+returns bit for bit the numbers that `encode` says it sent, and refuses any other bytes with a DataError, in time and
+memory that the layout bounds. numpy only.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,54 +22,75 @@ import numpy.typing as npt
 from edgeft.errors import ConfigError, DataError
 
 Vector = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.int64]
 
-# magic, version, kind, Rice parameter, numbers sent, bytes of the unary part, checksum of all other bytes
-_HEAD = struct.Struct("<4sBBBxIII")
-_MAGIC, _VERSION = b"EFTU", 1
-_DENSE, _TOP = 0, 1
-_MAX_RICE = 31
+# magic, version, kind, numbers sent, mark of the layout, checksum of all other bytes
+_HEAD = struct.Struct("<4sBBxxIII")
+_MAGIC, _VERSION = b"EFTU", 2
+_DENSE, _SUPPORT = 0, 1
 _LEVELS = 127  # of int8: -128 is not used, so that both signs have the same
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of the trained tensors, in the order in which their numbers follow each other in a vector."""
+    """Names and shapes of the trained tensors, in the order in which their numbers follow each other, and the support:
+    the places of those that a vector holds, ascending; None: all."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    support: Indices | None = field(default=None, compare=False)
 
     @staticmethod
-    def of(tensors: Mapping[str, Any]) -> Layout:
-        return Layout(tuple((name, tuple(map(int, tensors[name].shape))) for name in sorted(tensors)))
+    def of(tensors: Mapping[str, Any], support: Indices | None = None) -> Layout:
+        return Layout(tuple((name, tuple(map(int, tensors[name].shape))) for name in sorted(tensors)), support)
 
     @cached_property
-    def bounds(self) -> npt.NDArray[np.int64]:
+    def bounds(self) -> Indices:
         """(tensors + 1,): where each tensor begins, and the end."""
         return np.concatenate([[0], np.cumsum([math.prod(shape) for _, shape in self.shapes])]).astype(np.int64)
 
     @property
-    def size(self) -> int:
+    def total(self) -> int:
+        """Numbers of all tensors."""
         return int(self.bounds[-1])
 
     @property
-    def digest(self) -> str:
-        return hashlib.sha256(repr(self.shapes).encode()).hexdigest()[:32]
+    def size(self) -> int:
+        """Numbers of a vector."""
+        return self.total if self.support is None else len(self.support)
+
+    @cached_property
+    def owner(self) -> Indices:
+        """(size,): the tensor of each number of a vector."""
+        places = np.arange(self.total) if self.support is None else self.support
+        return np.searchsorted(self.bounds[1:], places, "right")  # type: ignore[no-any-return]
+
+    @cached_property
+    def mark(self) -> int:
+        """32 bits of names, shapes and support: an update of another layout is refused."""
+        return zlib.crc32(
+            repr(self.shapes).encode(), zlib.crc32(b"" if self.support is None else self.support.tobytes())
+        )
 
     def flatten(self, tensors: Mapping[str, Any]) -> Vector:
-        """A copy, in float32."""
-        out = np.empty(self.size, np.float32)
+        """A vector, in memory of its own."""
+        out = np.empty(self.total, np.float32)
         for (name, _), begin, end in zip(self.shapes, self.bounds[:-1], self.bounds[1:], strict=True):
             out[begin:end] = np.asarray(tensors[name], np.float32).reshape(-1)
-        return out
+        return out if self.support is None else out[self.support]
 
     def split(self, vector: Vector) -> dict[str, Vector]:
-        """Views of the vector."""
+        """Its tensors, 0 where the vector has no number."""
+        if self.support is not None:
+            whole = np.zeros(self.total, np.float32)
+            whole[self.support] = vector
+            vector = whole
         spans = zip(self.shapes, self.bounds[:-1], self.bounds[1:], strict=True)
         return {name: vector[begin:end].reshape(shape) for (name, shape), begin, end in spans}
 
 
 @dataclass(frozen=True)
 class Send:
-    """What of an update is sent: `share` of its numbers, the largest ones; 1 is all, in float32."""
+    """The share of the numbers that is trained and sent, in int8; 1: all, in float32."""
 
     share: float = 1.0
 
@@ -89,122 +110,81 @@ class Send:
     def dense(self) -> bool:
         return self.share >= 1
 
-    def count(self, size: int) -> int:
-        """Numbers that are sent of so many."""
-        return size if self.dense else min(size, max(1, math.ceil(self.share * size)))
+    def count(self, total: int) -> int:
+        """Numbers of the support, of so many."""
+        return total if self.dense else max(1, math.ceil(self.share * total))
 
-    def max_bytes(self, layout: Layout) -> int:
-        """Of an encoded update: no receiver has to read more."""
+    def choose(self, sizes: Vector) -> Indices | None:
+        """The support: the places of the largest, ascending; of equal ones the first."""
         if self.dense:
-            return _HEAD.size + 4 * layout.size
-        count, rice = self.count(layout.size), _rice_parameter(self.count(layout.size), layout.size)
-        # The quotients sum to at most size / 2^rice, and each ends with one bit.
-        bits = [(layout.size >> rice) + count, rice * count]
-        return _HEAD.size + 4 * len(layout.shapes) + sum(-(-n // 8) for n in bits) + count
+            return None
+        return np.sort(np.argsort(-sizes, kind="stable")[: self.count(len(sizes))]).astype(np.int64)
+
+    def check(self, support: Indices | None, total: int) -> None:
+        """DataError unless `choose` can have made it."""
+        if (support is None) != self.dense:
+            raise DataError(f"`{self}` {'has no' if self.dense else 'needs a'} support")
+        if support is None:
+            return
+        if support.dtype != np.int64 or support.shape != (self.count(total),):
+            raise DataError(f"the support does not name {self.count(total)} numbers")
+        if support[0] < 0 or support[-1] >= total or not (np.diff(support) > 0).all():
+            raise DataError("the support names numbers that the model does not have")
+
+    def bytes_of(self, layout: Layout) -> int:
+        """Of an encoded update, exactly."""
+        return _HEAD.size + (4 * layout.size if self.dense else 4 * len(layout.shapes) + layout.size)
 
 
 def encode(vector: Vector, layout: Layout, send: Send) -> tuple[bytes, Vector]:
-    """(bytes, the numbers that they carry): what they do not carry is for the sender to keep and to add next time."""
+    """(bytes, the numbers that they carry): the rest is for the sender to keep and to add next time."""
     if vector.shape != (layout.size,) or vector.dtype != np.float32:
         raise ValueError(f"a vector of {layout.size} float32 numbers is needed, not {vector.shape} {vector.dtype}")
     if send.dense:
-        body = np.ascontiguousarray(vector, "<f4").tobytes()
-        return _pack(_DENSE, 0, layout.size, 0, body), vector.copy()
-    count = send.count(layout.size)
-    chosen = np.sort(np.argpartition(np.abs(vector), layout.size - count)[layout.size - count :])
-    scales = _scales(vector, chosen, layout)
-    owner = _owner(chosen, layout)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        levels = np.where(scales[owner] > 0, np.rint(vector[chosen] / scales[owner]), 0)
+        return _pack(_DENSE, layout, np.ascontiguousarray(vector, "<f4").tobytes()), vector.copy()
+    scales = np.zeros(len(layout.shapes), np.float32)  # of each tensor: its largest number, over the levels of int8
+    np.maximum.at(scales, layout.owner, np.abs(vector))
+    scales /= np.float32(_LEVELS)
+    each = scales[layout.owner]
+    levels = np.rint(np.divide(vector, each, out=np.zeros_like(vector), where=each > 0))
     values = np.clip(levels, -_LEVELS, _LEVELS).astype(np.int8)
-    rice = _rice_parameter(count, layout.size)
-    unary, rest = _rice_encode(np.diff(chosen, prepend=-1) - 1, rice)
-    body = scales.astype("<f4").tobytes() + unary + rest + values.tobytes()
-    sent = np.zeros(layout.size, np.float32)
-    sent[chosen] = values * scales[owner]
-    return _pack(_TOP, rice, count, len(unary), body), sent
+    return _pack(_SUPPORT, layout, scales.astype("<f4").tobytes() + values.tobytes()), values * each
 
 
 def decode(data: bytes, layout: Layout, send: Send) -> Vector:
     """The numbers that `encode` sent; DataError for anything else."""
-    if len(data) > send.max_bytes(layout):
-        raise DataError(f"the update has {len(data)} bytes; at most {send.max_bytes(layout)} are expected")
-    if len(data) < _HEAD.size:
-        raise DataError(f"the update has only {len(data)} bytes")
-    magic, version, kind, rice, count, unary_bytes, crc = _HEAD.unpack_from(data)
+    if len(data) != send.bytes_of(layout):
+        raise DataError(f"the update has {len(data)} bytes; `{send}` has {send.bytes_of(layout)}")
+    magic, version, kind, count, mark, crc = _HEAD.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
         raise DataError("the update is not in this version's format", "use the same version of edgeft everywhere")
-    if crc != zlib.crc32(data[_HEAD.size :], zlib.crc32(data[: _HEAD.size - 4])):
+    if crc != _checksum(data):
         raise DataError("the update is damaged: its checksum is wrong")
-    if kind != (_DENSE if send.dense else _TOP) or count != send.count(layout.size):
-        raise DataError(f"the update is not `{send}` of {layout.size} numbers")
+    if (kind, count, mark) != (_DENSE if send.dense else _SUPPORT, layout.size, layout.mark):
+        raise DataError(f"the update is not `{send}` of this federation's numbers")
     body = memoryview(data)[_HEAD.size :]
-    if kind == _DENSE:
-        if len(body) != 4 * layout.size:
-            raise DataError(f"the update has {len(body) // 4} numbers instead of {layout.size}")
+    if send.dense:
         return np.frombuffer(body, "<f4").astype(np.float32)
-    return _decode_top(body, layout, rice, count, unary_bytes)
-
-
-def _decode_top(body: memoryview, layout: Layout, rice: int, count: int, unary_bytes: int) -> Vector:
-    scale_bytes, rest_bytes = 4 * len(layout.shapes), -(-rice * count // 8)
-    if rice > _MAX_RICE or len(body) != scale_bytes + unary_bytes + rest_bytes + count:
-        raise DataError("the update's parts do not have the lengths that it states")
-    scales = np.frombuffer(body[:scale_bytes], "<f4").astype(np.float32)
+    scales = np.frombuffer(body[: 4 * len(layout.shapes)], "<f4").astype(np.float32)
+    values = np.frombuffer(body[4 * len(layout.shapes) :], np.int8)
     if not (np.isfinite(scales).all() and (scales >= 0).all()):
         raise DataError("the update has a scale that is NaN, infinite or negative")
-    values = np.frombuffer(body[len(body) - count :], np.int8)
     if (values < -_LEVELS).any():
         raise DataError("the update has a value outside its range")
-    unary = body[scale_bytes : scale_bytes + unary_bytes]
-    gaps = _rice_decode(unary, body[scale_bytes + unary_bytes : len(body) - count], rice, count)
-    chosen = np.cumsum(gaps + 1) - 1
-    if chosen[-1] >= layout.size:  # gaps are not negative: they ascend
-        raise DataError("the update names a number that the model does not have")
-    out = np.zeros(layout.size, np.float32)
     with np.errstate(over="ignore"):  # whoever uses the numbers checks that they are finite
-        out[chosen] = values * scales[_owner(chosen, layout)]
-    return out
+        return values * scales[layout.owner]
 
 
-def _pack(kind: int, rice: int, count: int, unary_bytes: int, body: bytes) -> bytes:
-    head = _HEAD.pack(_MAGIC, _VERSION, kind, rice, count, unary_bytes, 0)[:-4]
-    return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
+def _pack(kind: int, layout: Layout, body: bytes) -> bytes:
+    data = bytearray(_HEAD.pack(_MAGIC, _VERSION, kind, layout.size, layout.mark, 0) + body)
+    struct.pack_into("<I", data, _HEAD.size - 4, _checksum(data))
+    return bytes(data)
 
 
-def _owner(chosen: npt.NDArray[np.int64], layout: Layout) -> npt.NDArray[np.int64]:
-    """The tensor of each number."""
-    return np.searchsorted(layout.bounds[1:], chosen, "right")  # type: ignore[no-any-return]
-
-
-def _scales(vector: Vector, chosen: npt.NDArray[np.int64], layout: Layout) -> Vector:
-    """(tensors,): the largest number sent of each, over the levels of int8; 0 where none is sent."""
-    largest = np.zeros(len(layout.shapes), np.float32)
-    np.maximum.at(largest, _owner(chosen, layout), np.abs(vector[chosen]))
-    return largest / np.float32(_LEVELS)
-
-
-def _rice_parameter(count: int, size: int) -> int:
-    """Low bits that are written as they are: about log2 of the mean gap times ln 2, the best for random gaps."""
-    return min(_MAX_RICE, max(0, round(math.log2(max(1.0, 0.69 * size / count)))))
-
-
-def _rice_encode(gaps: npt.NDArray[np.int64], rice: int) -> tuple[bytes, bytes]:
-    """Golomb-Rice: (quotients in unary, a one after as many zeros; remainders of `rice` bits each)."""
-    ends = np.cumsum((gaps >> rice) + 1) - 1
-    unary = np.zeros(int(ends[-1]) + 1, np.uint8)
-    unary[ends] = 1
-    low = (gaps[:, None] >> np.arange(rice)) & 1
-    return np.packbits(unary).tobytes(), np.packbits(low.astype(np.uint8).reshape(-1)).tobytes()
-
-
-def _rice_decode(unary: memoryview, rest: memoryview, rice: int, count: int) -> npt.NDArray[np.int64]:
-    ends = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8)))
-    if len(ends) != count:
-        raise DataError(f"the update names {len(ends)} numbers and states {count}")
-    quotients = np.diff(ends, prepend=-1) - 1
-    low = np.unpackbits(np.frombuffer(rest, np.uint8), count=rice * count).reshape(count, rice).astype(np.int64)
-    return (quotients << rice) + (low << np.arange(rice)).sum(1)  # type: ignore[no-any-return]
+def _checksum(data: bytes | bytearray) -> int:
+    """Of all bytes but its own."""
+    whole = memoryview(data)
+    return zlib.crc32(whole[_HEAD.size :], zlib.crc32(whole[: _HEAD.size - 4]))
 
 
 class Feedback:

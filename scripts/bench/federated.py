@@ -49,7 +49,7 @@ def model(args: argparse.Namespace) -> list[object]:
 
 def scores(name: str, result: dict[str, Any], found: dict[str, Any] | None) -> dict[str, Any]:
     tuned, base = result["eval"]["tuned"], result["eval"]["base"]
-    line = {"name": name, "f1": 100 * tuned["f1"], "loss": tuned["loss"], "base_f1": 100 * base["f1"]}
+    line = {"name": name, "f1": tuned["f1"], "loss": tuned["loss"], "base_f1": base["f1"]}
     if found is not None:
         sent = [device["bytes"] for record in found["history"] for device in record["devices"]]
         line |= {"bytes": max(sent), "dense_bytes": found["dense_bytes"], "devices": len(found["devices"])}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import asyncio
 import ssl
 import threading
 from collections.abc import Iterator
@@ -11,43 +11,41 @@ from pathlib import Path
 
 
 class Relay:
-    """Listens on this machine, and passes everything on to the server; `sent` is what devices said."""
+    """Listens on this machine, and passes everything on to the server; `sent` is what devices said.
+
+    One thread: a TLS connection that one thread reads and another one writes loses data now and then.
+    """
 
     def __init__(self, certificate: Path, key: Path, server: tuple[str, int]) -> None:
         self.server, self.sent = server, list[bytearray]()
         self._inside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._inside.load_cert_chain(certificate, key)
         self._outside = ssl.create_default_context(cafile=str(certificate))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._loop = asyncio.new_event_loop()
+        listening = asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._inside)
+        self._listener = self._loop.run_until_complete(listening)
+        self.port = int(self._listener.sockets[0].getsockname()[1])
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                plain, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(plain,), daemon=True).start()
+    async def _serve(self, device: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        record = bytearray()
+        try:
+            server, on = await asyncio.open_connection(*self.server, ssl=self._outside)
+        except OSError:
+            back.close()
+            return
+        self.sent.append(record)
+        await asyncio.gather(self._pump(device, on, record), self._pump(server, back, None))
 
-    def _serve(self, plain: socket.socket) -> None:
+    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, record: bytearray | None) -> None:
         with suppress(OSError):
-            device = self._inside.wrap_socket(plain, server_side=True)
-            raw = socket.create_connection(self.server)
-            server = self._outside.wrap_socket(raw, server_hostname=self.server[0])
-            record = bytearray()
-            self.sent.append(record)
-            back = threading.Thread(target=self._pump, args=(server, device, None), daemon=True)
-            back.start()
-            self._pump(device, server, record)
-
-    def _pump(self, source: socket.socket, target: socket.socket, record: bytearray | None) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
+            while data := await source.read(65536):
                 if record is not None:
                     record += data
-                target.sendall(data)
-        for end in (source, target):
-            with suppress(OSError):
-                end.close()
+                target.write(data)
+                await target.drain()
+        target.close()
 
     def requests(self) -> Iterator[tuple[str, bytes]]:
         """(path, body) of each HTTP request."""
@@ -62,4 +60,10 @@ class Relay:
                 data = data[size:]
 
     def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._listener.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0.1))
+        self._loop.close()
