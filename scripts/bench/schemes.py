@@ -38,6 +38,7 @@ SCHEMES: dict[str, tuple[str, list[str]]] = {
     "no average": ("sparse-bp", ["train.average=0"]),
     "8 rows a step": ("sparse-bp", ["train.batch_rows=8"]),
     "rate 7.5e-4": ("sparse-bp", ["train.low_rank_lr=7.5e-4", "train.lr_loss=0"]),
+    "rate 1e-3": ("sparse-bp", ["train.low_rank_lr=1e-3", "train.lr_loss=0"]),
     "rate 1.5e-3": ("sparse-bp", ["train.low_rank_lr=1.5e-3", "train.lr_loss=0"]),
     "rate 3e-3": ("sparse-bp", ["train.low_rank_lr=3e-3", "train.lr_loss=0"]),
     "rate 1e-2": ("sparse-bp", ["train.low_rank_lr=1e-2", "train.lr_loss=0"]),
