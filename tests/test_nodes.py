@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -96,6 +97,20 @@ def test_a_lost_node_is_reported_and_all_go_on_from_the_newest_step(
     Run.open(outs[1]).best.unlink(missing_ok=True)
     runs = together(tiny, [data, data], tmp_path, "--resume")
     for run in runs:
+        for name, want in best(pair[0]).items():
+            assert torch.equal(best(run)[name], want), name
+
+
+@pytest.mark.slow
+def test_one_node_is_stopped_and_all_stop_and_go_on(pair: list[Run], tiny: Path, data: Path, tmp_path: Path) -> None:
+    outs, port = [tmp_path / "node0", tmp_path / "node1"], free_port()
+    nodes = [start(tiny, data, out, rank, 2, port) for rank, out in enumerate(outs)]
+    wait_for_step(outs[1], 2, nodes[1])
+    nodes[1].send_signal(signal.SIGTERM)
+    assert [node.wait(timeout=120) for node in nodes] == [130, 130]
+    steps = [len(losses(Run.open(out))) for out in outs]
+    assert steps[0] == steps[1] < len(losses(pair[0]))
+    for run in together(tiny, [data, data], tmp_path, "--resume"):
         for name, want in best(pair[0]).items():
             assert torch.equal(best(run)[name], want), name
 

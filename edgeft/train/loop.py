@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -145,8 +145,11 @@ class Trainer:
         targets = self.forest.trained(rows)
         parts = self._parts(self._share(rows))
         totals = StepTotals()
+        if not parts and not self.nodes.agree():
+            return None
         while parts:
             if stopping():
+                self.nodes.agree(stops=True)
                 return None
             if self.watch.check_memory():  # the same rows in smaller micro-batches
                 parts = self._parts([row for part in parts for row in part])
@@ -154,12 +157,19 @@ class Trainer:
             nodes, batch = batch_of(self.forest, part, self.live)
             piece = self.loss(nodes, batch) / targets
             totals.loss += float(piece.detach())
-            with nullcontext() if parts else self.optimizer.last_pass(totals.loss):
+            if not parts and not self.nodes.agree():
+                return None
+            with nullcontext() if parts else self._last_pass(totals.loss):
                 piece.backward()  # type: ignore[no-untyped-call]
             del piece  # its graph would hold memory into the next pass
             totals.tokens += len(nodes)
             totals.flops += self.flops(batch)
         return totals
+
+    @contextmanager
+    def _last_pass(self, loss: float) -> Iterator[None]:
+        with self.nodes.adding(self.parameters.values(), self.memory.gradients), self.optimizer.last_pass(loss):
+            yield
 
     def _share(self, rows: list[int]) -> list[int]:
         """This node's part of them."""
@@ -266,7 +276,9 @@ class Trainer:
         self.optimizer.set_rate(*(rate(self.step) * self.guard.rate for rate in rates))
         self.rotation.advance(self.step, self.parameters, self.optimizer)
         try:
-            totals = self.nodes.add(self.backward(self.step_rows(self.step), stopping), self.parameters.values())
+            totals = self.backward(self.step_rows(self.step), stopping)
+            if totals is not None:
+                totals = self.nodes.add(totals, self.parameters.values())
         except NodeLostError:
             self.optimizer.clear()
             self.save()
@@ -337,6 +349,7 @@ class Trainer:
             raise error
         self.optimizer.clear()
         can_repeat = not isinstance(error, DoesNotFitError) and not self.recipe.how.step_in_place
+        can_repeat = can_repeat and self.nodes.sums is None  # others have gradients of this step already
         if can_repeat and self.watch.shrink("out of memory"):
             return
         self.save()

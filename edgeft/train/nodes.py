@@ -7,7 +7,7 @@ alone does nothing here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from edgeft.engine.memory import Gradients
 from edgeft.errors import ConfigError, EdgeftError
 from edgeft.host import cluster
 from edgeft.host.files import atomic_write
@@ -27,7 +28,7 @@ from edgeft.train.totals import StepTotals
 
 WAIT = timedelta(minutes=30)  # for a node that has not come, or that pauses
 TRUNK = timedelta(days=2)  # for one whose trunk takes longer
-BUCKET = 1 << 20  # gradients that are sent together
+BUCKET = 1 << 18  # gradients that are sent together
 
 
 class NodeLostError(EdgeftError):
@@ -37,6 +38,7 @@ class NodeLostError(EdgeftError):
 class Nodes:
     def __init__(self, place: cluster.Place = cluster.Place()) -> None:
         self.rank, self.count = place.rank, place.count
+        self.sums: GradientSums | None = None  # of the step that is being completed
 
     @property
     def several(self) -> bool:
@@ -51,30 +53,34 @@ class Nodes:
             torch.distributed.all_reduce(total)
         return total.tolist()  # type: ignore[no-any-return]
 
-    def add(self, totals: StepTotals | None, parameters: Iterable[nn.Parameter]) -> StepTotals | None:
-        """Of a step on all nodes, with their gradients added; None: one of them stops."""
+    def agree(self, stops: bool = False) -> bool:
+        """Whether all complete this step: once a step, before a node's last backward pass, or where it stops."""
+        return not self.sum(float(stops))[0]
+
+    @contextmanager
+    def adding(self, parameters: Iterable[nn.Parameter], written: Gradients) -> Iterator[None]:
+        """Around the backward pass that completes this node's gradients; written: those that layers add themselves."""
+        if not self.several:
+            yield
+            return
+        self.sums = GradientSums(parameters)
+        handles = [parameter.register_post_accumulate_grad_hook(self.sums.ready) for parameter in self.sums.parameters]
+        written.on_ready = self.sums.ready
+        try:
+            yield
+        finally:
+            written.on_ready = None
+            for handle in handles:
+                handle.remove()
+
+    def add(self, totals: StepTotals, parameters: Iterable[nn.Parameter]) -> StepTotals:
+        """Of a step on all nodes, with their gradients added."""
         if not self.several:
             return totals
-        mine = totals or StepTotals()
-        stops, loss, tokens, flops = self.sum(float(totals is None), mine.loss, mine.tokens, mine.flops)
-        if stops:
-            return None
-        self._add_gradients(parameters)
+        sums, self.sums = self.sums or GradientSums(parameters), None  # a node without rows has only zeros to add
+        sums.finish()
+        loss, tokens, flops = self.sum(totals.loss, totals.tokens, totals.flops)
         return StepTotals(loss, int(tokens), flops)
-
-    def _add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A node without rows has no gradients yet."""
-        active = [parameter for parameter in parameters if parameter.requires_grad]
-        wanted = self.sum(*(float(parameter.grad is not None) for parameter in active))
-        for parameter in (p for p, count in zip(active, wanted, strict=True) if count and p.grad is None):
-            parameter.grad = torch.zeros(parameter.shape)
-        gradients = [parameter.grad for parameter, count in zip(active, wanted, strict=True) if count]
-        for bucket in _buckets([gradient for gradient in gradients if gradient is not None]):
-            flat = torch.cat([gradient.view(-1) for gradient in bucket])
-            with _connected():
-                torch.distributed.all_reduce(flat)
-            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.view(-1).copy_(part)
 
     def align(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The first node's numbers: processors of different kinds round differently."""
@@ -143,6 +149,47 @@ class Nodes:
         return every
 
 
+class GradientSums:
+    """Gradients of all nodes, added while the backward pass computes those of lower blocks.
+
+    All nodes send in the same order, that in which a backward pass is expected to complete them.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [parameter for parameter in reversed([*parameters]) if parameter.requires_grad]
+        self.buckets = list(_buckets(self.parameters))
+        self.place = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket}
+        self.missing = [len(bucket) for bucket in self.buckets]
+        self.sent: list[tuple[torch.Tensor, torch.distributed.Work]] = []
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Its gradient is complete on this node."""
+        self.missing[self.place[parameter]] -= 1  # type: ignore[index]
+        while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self.buckets[len(self.sent)]
+        flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket])
+        with _connected():
+            self.sent.append((flat, torch.distributed.all_reduce(flat, async_op=True)))
+
+    def finish(self) -> None:
+        """Gradients become their sums; one that no node has stays None."""
+        while len(self.sent) < len(self.buckets):
+            self._send()
+        for bucket, (flat, work) in zip(self.buckets, self.sent, strict=True):
+            with _connected():
+                work.wait()
+            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                if not part.any():
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = part.view(parameter.shape)
+                else:
+                    parameter.grad.view(-1).copy_(part)
+
+
 @contextmanager
 def joined(progress: Progress) -> Iterator[Nodes]:
     """The nodes that the environment names, connected; often this machine alone."""
@@ -182,11 +229,11 @@ def _reason(error: Exception) -> str:
     return re.split(r"\. |\n", text)[0][:200] or "no message"
 
 
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Consecutive ones of about BUCKET numbers."""
-    bucket: list[torch.Tensor] = []
-    for tensor in tensors:
-        bucket.append(tensor)
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        bucket.append(parameter)
         if sum(one.numel() for one in bucket) >= BUCKET:
             yield bucket
             bucket = []
