@@ -333,10 +333,13 @@ def test_an_update_a_hundred_times_too_large_is_clipped(federation: Make) -> Non
     assert state.history[0]["norm"] < 3 * state.usual
 
 
+@pytest.mark.parametrize("share", ["dense", "top:5%"])
 @pytest.mark.parametrize(("rule", "least"), [("mean", 0.6), ("trimmed", 0.8), ("krum", 0.8)])
-def test_a_poisoned_device_among_eight_does_not_ruin_the_model(federation: Make, rule: str, least: float) -> None:
+def test_a_poisoned_device_among_eight_does_not_ruin_the_model(
+    federation: Make, rule: str, least: float, share: str
+) -> None:
     """Its sign flipped, ten times as large: the model still moves as it does with the seven others alone."""
-    made = federation(8, "train.batch_rows=1", rounds=1, send="dense", min_clients=7, rule=rule)
+    made = federation(8, "train.batch_rows=1", rounds=1, send=share, min_clients=7, rule=rule)
     layout, send, state = made.state().layout, made.terms.sends, made.state()
     replies = [device.answer(state.task(device.name).pack()) for device in made.devices]
     poisoned = noisy(replies[3], layout, send, lambda numbers: -10 * numbers)

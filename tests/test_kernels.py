@@ -500,6 +500,30 @@ def test_adamw_is_the_same_whatever_the_threads() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["together", "in place"])
+@pytest.mark.parametrize(
+    ("by", "kind", "rule"),
+    [("kernels", "fp32", "adamw"), ("kernels", "8bit", "adamw"), ("torch", "fp32", "adamw"), ("torch", "fp32", "sgd")],
+)
+def test_numbers_outside_a_mask_stay_as_they_are(by: str, kind: str, rule: str, in_place: bool) -> None:
+    """To the bit; the others move."""
+    torch.manual_seed(3)
+    weight, start = torch.nn.Parameter(torch.randn(80, 67)), torch.randn(67)
+    bias, mask = torch.nn.Parameter(start.clone()), torch.rand(80, 67) < 0.1
+    before = weight.detach().clone()
+    how = ExecutionConfig(optimizer_state=kind, step_in_place=in_place)
+    train = TrainConfig(lr=1e-2, clip=1.0, optimizer=rule)
+    found = optimizer.make({"w": weight, "b": bias}, train, how, kernels.load() if by == "kernels" else TORCH)
+    found.masks = {"w": mask, "b": torch.zeros(67, dtype=torch.bool)}
+    for _ in range(4):
+        with found.last_pass(1.0):
+            ((torch.ones(3, 80) @ weight / 80).tanh() * bias).sum().backward()  # type: ignore[no-untyped-call]
+        found.step()
+    assert torch.equal(weight.detach()[~mask], before[~mask])
+    assert torch.equal(bias.detach(), start)
+    assert bool((weight.detach()[mask] != before[mask]).all())
+
+
 @pytest.mark.parametrize(("kind", "close"), [("bf16", 0.01), ("8bit", 0.15)])
 def test_small_moments_are_right_on_average(kind: str, close: float) -> None:
     """Gradients of very different sizes, noisy: the same way is gone as with float32 moments."""

@@ -66,7 +66,6 @@ class Noise:
         return high
 
     def apply(self, tensors: Tensors, seed: int) -> Tensors:
-        """To all numbers."""
         draw = torch.Generator().manual_seed(seed)
         norm = math.sqrt(sum(float(t.double().square().sum()) for t in tensors.values()))
         factor, deviation = min(1.0, self.clip / max(norm, 1e-30)), self.multiplier * self.clip

@@ -42,7 +42,9 @@ RecipeOption = Annotated[str | None, Option("--recipe", "-r", help="Shipped reci
 RowsOption = Annotated[
     str | None,
     Option(
-        "--data", "-d", help="The server's own rows: they choose directions, check the export and score the result."
+        "--data",
+        "-d",
+        help="The server's own rows: they choose what is trained, check the export and score the result.",
     ),
 ]
 RoundsOption = Annotated[int, Option(min=1, max=100_000, help="Rounds.")]

@@ -1,7 +1,7 @@
 """Differential privacy by device: each clips its update and adds Gaussian noise before anything leaves it.
 
 The sum over `min_clients` devices has `noise` times the clip as its standard deviation; Opacus' accountant composes
-the rounds. What follows on the device, top-k and error feedback, is post-processing. The epsilon is that of the model,
+the rounds. What follows on the device, int8 and error feedback, is post-processing. The epsilon is that of the model,
 which everybody sees: the server also sees each update, with 1/√min_clients of the noise.
 """
 

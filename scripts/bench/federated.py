@@ -2,11 +2,13 @@
 """Federated against central: F1, held-out loss and the bytes that a device sends, on the same rows.
 
     scripts/bench/federated.py --data DIR [--rows 1000] [--heldout 200] [--clients 8] [--rounds 5] [--split by:context]
-                               [--send dense --send top:1%] [--model FILE] [--folder DIR] [--json FILE] [--set …]
+                               [--send dense --send top:1%] [--choose] [--model FILE] [--folder DIR] [--json FILE]
+                               [--set …]
 
 DIR has train.jsonl and dev.jsonl. Rows of one context are on one device. Central training makes as many passes over the
-rows as all rounds together. Directions are chosen by the first rows in all of them, as a server with such rows would.
-Everything is on this machine, devices in turns; with --folder, what is complete is not done again.
+rows as all rounds together. Directions and the support of top:1% are chosen by the gradients of some of these rows (the
+server has all of them; 9 and 32 are used). --choose holds out training rows instead, to choose settings. Everything is
+on this machine, devices in turns; with --folder, what is complete is not done again.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ def main() -> None:
     parser.add_argument("--local-epochs", type=float, default=1.0)
     parser.add_argument("--split", default="by:context")
     parser.add_argument("--send", action="append", metavar="dense|top:1%%")
+    parser.add_argument("--choose", action="store_true", help="hold out training rows instead, for choosing settings")
     parser.add_argument("--model")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--json", type=Path)
@@ -92,7 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = args.folder or Path(place)
         train, dev = (common.read_rows(args.data / name) for name in ("train.jsonl", "dev.jsonl"))
-        rows = common.first_rows(train, dev, folder / "rows", args.rows, args.heldout)
+        rows = common.first_rows(train, dev, folder / "rows", args.rows, args.heldout, args.choose)
         lines = [central(folder, rows, args)]
         lines += [federated(folder, rows, send, args) for send in args.send or ["dense", "top:1%"]]
     common.write_json(args.json, lines)
