@@ -19,6 +19,7 @@ from edgeft.run.events import ExportEvent
 
 if TYPE_CHECKING:
     from edgeft.engine.stack import Stack
+    from edgeft.export.gguf import Exported
     from edgeft.export.verify import Reference
     from edgeft.methods.scheme import Scheme
     from edgeft.run.folder import Run
@@ -64,8 +65,40 @@ def _gguf(job: Job) -> dict[str, Any]:
             Labels(None if tokenizer.has_template else tokenizer.template, job.run.recipe.name, Path(job.source).name),
         )
     write_modelfile(job.out)
+    return _report(job, "gguf", made)
+
+
+def _gguf_lora(job: Job) -> dict[str, Any]:
+    """A LoRA adapter; its base file is the user's own, or is converted once and stays beside it."""
+    from edgeft.export.convert import hf_to_gguf
+    from edgeft.export.gguf import Labels
+    from edgeft.export.lora import export_lora
+    from edgeft.export.modelfile import write_modelfile
+    from edgeft.export.verify import verify
+    from edgeft.formats.adapter import BASE
+
+    reference = _reference(job)
+    base = Path(job.source)
+    if not is_gguf(job.source):
+        base = job.out.with_name(BASE)
+        if not base.is_file():
+            job.progress.line("converting the base model to GGUF")
+            hf_to_gguf(job.source, base)
+    made = export_lora(
+        base,
+        job.stack,
+        job.scheme,
+        job.out,
+        lambda path: verify(base, reference, adapter=path),
+        Labels(recipe=job.run.recipe.name, base=base.name),
+    )
+    write_modelfile(base, job.out)
+    return _report(job, "gguf-lora", made)
+
+
+def _report(job: Job, kind: str, made: Exported) -> dict[str, Any]:
     check = asdict(made.checked)
-    job.run.log(ExportEvent(str(job.out), "gguf", made.bytes, made.types, check))
+    job.run.log(ExportEvent(str(job.out), kind, made.bytes, made.types, check))
     job.progress.line(
         f"exported {job.out} ({made.bytes / 2**20:.1f} MiB): llama.cpp agrees with the trainer on "
         f"{check['top1']:.1f} % of {check['tokens']} tokens, mean KL {check['mean_kl']:.4f}"
@@ -107,4 +140,9 @@ def _peft(job: Job) -> dict[str, Any]:
     return {}
 
 
-FORMATS: dict[str, Callable[[Job], dict[str, Any]]] = {"gguf": _gguf, "hf": _hf, "peft": _peft}
+FORMATS: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "gguf": _gguf,
+    "gguf-lora": _gguf_lora,
+    "hf": _hf,
+    "peft": _peft,
+}
