@@ -32,7 +32,8 @@ MAX_KL = 0.025
 
 # Types below 8 bits round what was learned, as asked: 0.025 (q4_1) and 0.034 (q4_0) for two blocks changed at random.
 MAX_KL_COARSE = 0.05
-FINE = ("", "auto", "f32", "f16", "bf16", "q8_0")  # their rounding is below the noise
+# Their rounding is below the noise; with `keep` the trainer's own weights are the rounded ones.
+FINE = ("", "auto", "keep", "f32", "f16", "bf16", "q8_0")
 
 # Near-ties flip, and with few short rows two tokens must not decide: this only detects gross errors (rows of
 # q and k not reordered in nine blocks 64 %, the wrong blocks 44 %, `keep` 18 %).
