@@ -29,7 +29,7 @@ from edgeft.run.folder import Run
 from edgeft.run.record import Allowance
 from edgeft.ui import listing
 from edgeft.ui.console import err, exit_on_error, one_line, out, print_json, print_line, show
-from edgeft.ui.results import print_scores, print_search, print_tasks
+from edgeft.ui.results import print_compared, print_scores, print_search, print_tasks
 from edgeft.ui.screen import Screen
 
 # Waiting compute threads spin for a moment only, then sleep. On a machine that does anything else, threads that spin
@@ -315,6 +315,9 @@ def export(
         str | None, Option(help="Type of updated tensors: auto, keep, f16, q8_0, q4_0 … [default: the recipe's]")
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="File, or folder for hf and peft.")] = None,
+    compare: Annotated[
+        str | None, Option(metavar="LIST", help="Write and score several, for the report: keep,q5_1,q8_0,gguf-lora.")
+    ] = None,
     no_network: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -324,6 +327,14 @@ def export(
 
     run = Run.open(target)
     offline.disable_network_if(no_network, model_source(run.recipe.model.path))
+    if compare:
+        from edgeft.export.compare import parse_names
+
+        names = parse_names(compare)
+        with Screen(err if as_json else out) as screen:
+            result = stages.compare_exports(run, names, screen)
+        show(result, as_json, print_compared)
+        return
     place = output or {"gguf": run.model, "gguf-lora": run.adapter}.get(format, run.path / format)
     with Screen(err if as_json else out) as screen:
         result = stages.export(run, format, type or run.recipe.export.type, place, screen)

@@ -1,8 +1,8 @@
 """`--type keep`: what was learned, on the grid of the base file's own types, so that the file does not grow.
 
 Block by block, the trained matrices are rounded for the inputs that training rows give them (rounding.py); what follows
-a block sees it rounded. A short last phase then trains the norms, which are float32 in any file, with the rounded
-matrices: from there on trainer and file compute the same. Only training rows are read.
+a block sees it rounded. Where that is not enough, a short last phase trains the norms, which are float32 in any file,
+with the rounded matrices: from there on trainer and file compute the same. Only training rows are learned from.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 TOKENS = 4096  # of training rows, whose inputs the rounding is for
+MAX_ROWS = 1024  # that these are taken from
 ACTIVATION_BYTES = 96 << 20  # of them: of one layer's inputs
-ROUNDS = 2  # of refitting scales and codes: a third one brings little
+ROUNDS = 1  # of refitting scales and codes: with a second one, held-out rows lose as much
 FLOOR = 0.1  # of the mean weight, that each token has at least
-STEPS_SHARE = 0.1  # of the training's steps: the last phase
+ENOUGH = 1.01  # held-out loss after rounding against that before, up to which there is no last phase
+STEPS_SHARE = 0.125  # of the training's steps: the last phase
 MIN_STEPS, MAX_STEPS = 12, 40
 NORM_LR = 3e-3
 LOSS_ROWS = 64  # held-out rows on which the loss is compared
@@ -68,9 +70,15 @@ def keep(job: Job, base: Path) -> Kept:
     kept = Kept(job.stack, job.scheme, GGUF.open(base), job.run.effective, job.progress)
     kept.trained_loss = mean_loss(job.stack, rows, job.scheme.cut)
     kept.round(train)
-    steps = Schedule(len(train), job.run.effective.train).steps
-    kept.settle(train, max(MIN_STEPS, min(MAX_STEPS, round(STEPS_SHARE * steps))))
     kept.loss = mean_loss(job.stack, rows, job.scheme.cut)
+    if kept.loss > ENOUGH * kept.trained_loss:
+        steps = Schedule(len(train), job.run.effective.train).steps
+        kept.settle(train, max(MIN_STEPS, min(MAX_STEPS, round(STEPS_SHARE * steps))))
+        settled = mean_loss(job.stack, rows, job.scheme.cut)
+        if settled < kept.loss:
+            kept.loss = settled
+        else:
+            kept.restore_norms()
     return kept
 
 
@@ -114,16 +122,14 @@ class Rows:
 
     @staticmethod
     def of(rows: Sequence[Encoded], limit: int, part_tokens: int) -> Rows:
-        """Some of them, by a seed, with at most so many tokens."""
-        order = random.Random(0).sample(range(len(rows)), len(rows))
-        chosen: list[Encoded] = []
-        for i in order:
-            if chosen and sum(len(row.ids) for row in chosen) + len(rows[i].ids) > limit:
-                break
-            chosen.append(rows[i])
-        forest = Forest(chosen)
-        every = range(len(chosen))
-        return Rows(forest, [batch_of(forest, part) for part in forest.micro_batches(every, part_tokens)])
+        """Some of them, by a seed, with at most so many tokens; shared beginnings count once."""
+        forest = Forest(random.Random(0).sample(list(rows), min(len(rows), MAX_ROWS)))
+        chosen, seen = 0, np.zeros(len(forest), bool)
+        while chosen < len(forest.paths) and (not chosen or seen.sum() < limit):
+            seen[forest.paths[chosen]] = True
+            chosen += 1
+        parts = forest.micro_batches(range(chosen), part_tokens)
+        return Rows(forest, [batch_of(forest, part) for part in parts])
 
 
 class Kept:
@@ -281,7 +287,7 @@ class Kept:
         tuner = optimizer.make(parameters, train, how, self.stack.options.backend)
         order = random.Random(0)
         before = self.stack.options.recompute
-        self.stack.configure(recompute="selective" if self.recipe.how.recompute else "none")
+        self.stack.configure(recompute="selective")  # no weight is trained
         waiting: list[Encoded] = []
         self.progress.stage("last phase", steps)
         for step in range(steps):
@@ -324,6 +330,9 @@ class Kept:
     def restore(self) -> None:
         for key, layer in self.trained.items():
             self._put(key, layer)
+        self.restore_norms()
+
+    def restore_norms(self) -> None:
         for name, norm in self.norms.items():
             norm.weight = self.before[name]
 
