@@ -26,6 +26,7 @@ def finished(edgeft: Edgeft, three_blocks: Path, tmp_path_factory: pytest.TempPa
     return folder
 
 
+@pytest.mark.slow
 def test_the_default_says_which_file_it_took_and_why(finished: Path) -> None:
     """The smallest whose held-out loss is within 2 % of what was trained."""
     made = json.loads((finished / "export.json").read_text())
@@ -38,6 +39,7 @@ def test_the_default_says_which_file_it_took_and_why(finished: Path) -> None:
         assert "before rounding" in made["why"]
 
 
+@pytest.mark.slow
 def test_files_are_compared_on_the_same_rows(edgeft: Edgeft, finished: Path) -> None:
     done = edgeft("export", finished, "--compare", "keep,q8_0,gguf-lora,q4_k", "--json")
     assert done.returncode == 0, done.stderr
@@ -47,7 +49,7 @@ def test_files_are_compared_on_the_same_rows(edgeft: Edgeft, finished: Path) -> 
     assert "whole blocks" in refused["error"]
     assert lora["bytes"] < 0.1 * result["base_bytes"] < keep["bytes"] < eight["bytes"]
     assert lora["loss"] == pytest.approx(eight["loss"], rel=0.02)
-    assert keep["loss"] == pytest.approx(eight["loss"], rel=0.05)
+    assert keep["loss"] < 1.05 * eight["loss"]
     again = edgeft("export", finished, "--compare", "keep,q8_0,gguf-lora")
     assert "of the base" in again.stdout
     run = load_run_summary(Run.open(finished))
