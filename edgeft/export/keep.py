@@ -69,11 +69,13 @@ def keep(job: Job, base: Path) -> Kept:
     rows = [row for row in (heldout or train)[:LOSS_ROWS] if row.trained[1:].any()]
     kept = Kept(job.stack, job.scheme, GGUF.open(base), job.run.effective, job.progress)
     kept.trained_loss = mean_loss(job.stack, rows, job.scheme.cut)
-    kept.round(train)
+    with kept.as_in_training():
+        kept.round(train)
     kept.loss = mean_loss(job.stack, rows, job.scheme.cut)
     if kept.loss > ENOUGH * kept.trained_loss:
         steps = Schedule(len(train), job.run.effective.train).steps
-        kept.settle(train, max(MIN_STEPS, min(MAX_STEPS, round(STEPS_SHARE * steps))))
+        with kept.as_in_training():
+            kept.settle(train, max(MIN_STEPS, min(MAX_STEPS, round(STEPS_SHARE * steps))))
         settled = mean_loss(job.stack, rows, job.scheme.cut)
         if settled < kept.loss:
             kept.loss = settled
@@ -167,6 +169,17 @@ class Kept:
                 module = self.stack.layers[number].get_submodule(norm.path)
                 found[f"layers.{number}.{norm.path}.weight"] = module
         return found
+
+    @contextmanager
+    def as_in_training(self) -> Iterator[None]:
+        """With the operands of products that training had; the export's are float32, which its check needs."""
+        before, wanted = self.stack.options.products, self.recipe.how.products
+        able = self.stack.options.backend.runs_blocks and wanted != "auto"
+        self.stack.configure(products=wanted if able else "fp32")
+        try:
+            yield
+        finally:
+            self.stack.configure(products=before)
 
     def round(self, rows: Sequence[Encoded]) -> None:
         """All trained matrices, block by block."""
