@@ -101,6 +101,10 @@ def test_wide_inputs_are_rounded_in_windows(monkeypatch: pytest.MonkeyPatch) -> 
     assert [total.shape for total in sensitivity.sums] == [(256, 256)] * 3
     update = lost(target - unpacked(packed, "q4_k"), others)
     assert lost(target - rounded("q4_k", target, packed, x), others) < 0.9 * update
+    by_kernels = Sensitivity(INPUTS, kernels.load())
+    for one in (sensitivity, by_kernels):
+        one.add(x, torch.linspace(0, 2, len(x)))
+    assert all(near(*pair) < 1e-5 for pair in zip(by_kernels.sums, sensitivity.sums, strict=True))
 
 
 def test_tokens_that_count_more_lose_less() -> None:

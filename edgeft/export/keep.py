@@ -249,7 +249,8 @@ class Kept:
     ) -> None:
         own = {key: layer for key, layer in self.trained.items() if key[0] == number}
         groups = [[(number, t) for t in names if (number, t) in own] for names in INPUTS]
-        seen = {group[0]: Sensitivity(own[group[0]].in_features) for group in groups if group}
+        backend = self.stack.options.backend
+        seen = {group[0]: Sensitivity(own[group[0]].in_features, backend) for group in groups if group}
         now: list[np.ndarray] = []
 
         def read(group: list[tuple[int, str]]) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from edgeft.engine.backend import TORCH, Backend, GridJob
+from edgeft.engine.backend import TORCH, Backend, GridJob, Product
 from edgeft.formats.grid import Grid
 
 Tensor = torch.Tensor
@@ -26,7 +26,8 @@ ROWS = 64  # for which the scales are solved at a time
 class Sensitivity:
     """H of one input, in windows of at most WIDEST columns, and what rounding needs of it."""
 
-    def __init__(self, inputs: int) -> None:
+    def __init__(self, inputs: int, backend: Backend = TORCH) -> None:
+        self.backend = backend
         self.windows = [slice(at, min(at + WIDEST, inputs)) for at in range(0, inputs, WIDEST)]
         self.sums = [torch.zeros(w.stop - w.start, w.stop - w.start) for w in self.windows]
         self._inverse: list[Tensor] = []
@@ -35,7 +36,7 @@ class Sensitivity:
         """x (T, I); weight (T,): how much each token counts."""
         weighted = x if weight is None else x * weight[:, None]
         for window, total in zip(self.windows, self.sums, strict=True):
-            total.addmm_(weighted[:, window].T, x[:, window])
+            self.backend.mm(weighted[:, window].T, x[:, window], total, Product(add=True))
 
     def finish(self) -> None:
         """Damps H and factors its inverse, once for all matrices that read this input."""
