@@ -29,7 +29,7 @@ from edgeft.run.folder import Run
 from edgeft.run.record import Allowance
 from edgeft.ui import listing
 from edgeft.ui.console import err, exit_on_error, one_line, out, print_json, print_line, show
-from edgeft.ui.results import print_scores, print_search, print_tasks
+from edgeft.ui.results import print_compared, print_scores, print_search, print_tasks
 from edgeft.ui.screen import Screen
 
 # Waiting compute threads spin for a moment only, then sleep. On a machine that does anything else, threads that spin
@@ -310,25 +310,37 @@ def report(
 @command()
 def export(
     target: RunArgument,
-    format: Annotated[str, Option(help="gguf, hf or peft.")] = "gguf",
+    format: Annotated[str, Option(help="gguf, gguf-lora, hf or peft.")] = "gguf",
     type: Annotated[
         str | None, Option(help="Type of updated tensors: auto, keep, f16, q8_0, q4_0 … [default: the recipe's]")
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="File, or folder for hf and peft.")] = None,
+    compare: Annotated[
+        str | None, Option(metavar="LIST", help="Write and score several, for the report: keep,q5_1,q8_0,gguf-lora.")
+    ] = None,
     no_network: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the tuned model as one GGUF file (with an Ollama Modelfile), a Hugging Face folder or a PEFT adapter."""
+    """Write the tuned model as a GGUF file or a GGUF LoRA adapter (with an Ollama Modelfile), a Hugging Face folder or
+    a PEFT adapter."""
     from edgeft.pipeline import stages
 
     run = Run.open(target)
     offline.disable_network_if(no_network, model_source(run.recipe.model.path))
-    place = output or run.path / ("model.gguf" if format == "gguf" else format)
+    if compare:
+        from edgeft.export.compare import parse_names
+
+        names = parse_names(compare)
+        with Screen(err if as_json else out) as screen:
+            result = stages.compare_exports(run, names, screen)
+        show(result, as_json, print_compared)
+        return
+    place = output or {"gguf": run.model, "gguf-lora": run.adapter}.get(format, run.path / format)
     with Screen(err if as_json else out) as screen:
         result = stages.export(run, format, type or run.recipe.export.type, place, screen)
     if as_json:
         print_json(result)
-    elif format != "gguf":
+    elif format in ("hf", "peft"):
         print_line(f"wrote {place}")
 
 
@@ -346,7 +358,8 @@ def chat(
     from edgeft.evaluate.llamacpp import Sampling
 
     offline.disable_network()
-    with Chat(chat.chat_file(target), system, Sampling(max_tokens, temperature)) as talk:
+    file, adapter = chat.chat_file(target)
+    with Chat(file, system, Sampling(max_tokens, temperature), adapter=adapter) as talk:
         if prompt is not None:
             _answer(talk, prompt)
             return

@@ -194,11 +194,12 @@ def test_gguf_gradients_are_plain_autograds(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapter_loads_in_peft(model: Path, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [{"method": "lora", "rank": 4, "alpha": 8.0}, {"low_rank": 4}])
+def test_adapter_loads_in_peft(method: dict[str, Any], model: Path, folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
     stack = load_hf(str(folder), "dense")
-    update = UpdateConfig(method="lora", blocks=[3, 20], tensors=["q", "v", "down"], rank=4, alpha=8.0)
+    update = UpdateConfig(blocks=[3, 20], tensors=["q", "v", "down"], **method)
     scheme = schemes.make(update, stack.depth, stack.arch)
     with torch.no_grad():
         for number, parameter in enumerate(schemes.apply(stack, scheme, 0).values()):
@@ -565,7 +566,7 @@ def test_nothing_half_written(small: Callable[[str], Path], tmp_path: Path) -> N
 
 def test_sparse_runs_have_no_adapter(small: Callable[[str], Path], tmp_path: Path) -> None:
     stack = load_hf(str(small("qwen2")), "dense")
-    with pytest.raises(ExportError, match="only LoRA") as caught:
+    with pytest.raises(ExportError, match="only low-rank") as caught:
         export_peft(stack, schemes.make(UpdateConfig(blocks=1), 2, arch.get("qwen2")), "base", tmp_path / "out")
     assert "--format gguf" in caught.value.hint
     mixed = schemes.make(UpdateConfig(method="lora", blocks=1, norms=True), 2, arch.get("qwen2"))

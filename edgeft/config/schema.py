@@ -291,7 +291,11 @@ class GovernorConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    type: str = knob("auto", "type of updated tensors; auto: q8_0, or their own if it is wider; keep: their own")
+    type: str = knob(
+        "auto",
+        "type of updated tensors; keep: their own, rounded for the training rows' inputs; auto: their own where that "
+        "costs at most 2 % of the held-out loss, or where it is 8 bits or wider, else q8_0",
+    )
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,24 @@ class Moments:
     scales: Tensor | None = None
 
 
+@dataclass
+class GridJob:
+    """Rows to round onto a grid: value = d · scale · level(code) + m · low. codes, d and m are written; see
+    export/rounding.py for what each step does."""
+
+    target: Tensor  # (O, I)
+    scale: Tensor  # (O, I)
+    low: Tensor | None  # (O, I)
+    d: Tensor  # (O, blocks)
+    m: Tensor | None
+    codes: Tensor  # (O, I) uint8
+    levels: Tensor
+    h: Tensor  # (I, I)
+    lower: Tensor  # (I, I): the upper Cholesky factor of H⁻¹, transposed
+    rounds: int
+    ridge: float
+
+
 class Angles(NamedTuple):
     """By which rows are rotated: cosines and sines (T, turned), in two equal halves; the rest of a head stays."""
 
@@ -82,6 +100,7 @@ class Backend:
     runs_blocks = False  # transformers' own modules run the blocks
     fused_adamw = False  # has `adamw`; else torch.optim's is used
     multiplies_int8 = False
+    rounds_rows = False  # has `round_rows`
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -216,6 +235,10 @@ class Backend:
 
     def adamw(self, weight: Tensor, gradient: Tensor, moments: Moments, rule: AdamRule) -> None:
         """One step of a tensor, float32 or stochastically rounded bf16, in place."""
+        raise NotImplementedError
+
+    def round_rows(self, job: GridJob) -> None:
+        """Rounds rows onto their grid; only a backend that `rounds_rows` does."""
         raise NotImplementedError
 
     def square_sum(self, x: Tensor) -> float:

@@ -20,7 +20,7 @@ from edgeft.errors import EdgeftError
 from edgeft.host import cache, device
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = tuple(SOURCE.with_name(f"{name}.h") for name in ("products", "threads", "unpack", "vectors"))
+HEADERS = tuple(SOURCE.with_name(f"{name}.h") for name in ("products", "rounding", "threads", "unpack", "vectors"))
 FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-schedule-insns", "-fopenmp-simd", "-shared",
     "-fPIC", "-pthread",

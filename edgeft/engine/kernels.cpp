@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "products.h"
+#include "rounding.h"
 #include "threads.h"
 #include "unpack.h"
 #include "vectors.h"
@@ -653,6 +654,10 @@ double squares(const float *x, long count, int threads) {
     double total = 0;
     for (double part : parts) total += part;
     return total;
+}
+
+void round_rows(const Grid *grid, int threads) {
+    share_range(grid->rows, RowRounder::ROWS, threads, [&](long start, long) { RowRounder(*grid, start).run(); });
 }
 
 int vector_lanes(void) { return VL; }

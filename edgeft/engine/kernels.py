@@ -18,7 +18,7 @@ import torch
 from edgeft.data.tree import Tree
 from edgeft.engine import compiled
 from edgeft.engine.attention import AttentionPlan, Heads
-from edgeft.engine.backend import PLAIN, TORCH, AdamRule, Angles, Backend, Matrix, Moments, Product
+from edgeft.engine.backend import PLAIN, TORCH, AdamRule, Angles, Backend, GridJob, Matrix, Moments, Product
 from edgeft.engine.limits import INT8_GROUP, KERNEL_GATES, KERNEL_TYPES, LISTS, kernels_can_run
 from edgeft.engine.memory import Memory
 from edgeft.engine.packed import Packed, PackedTransposed
@@ -49,6 +49,15 @@ class _Heads(ctypes.Structure):
 
 class _Rule(ctypes.Structure):
     _fields_ = _numbers(AdamRule, ctypes.c_uint32)
+
+
+class _Grid(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("target", "scale", "low", "d", "m", "codes", "levels", "h", "lower")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "block")),
+        *((name, ctypes.c_int32) for name in ("count", "even", "rounds")),
+        ("ridge", ctypes.c_float),
+    ]
 
 
 class _Left(ctypes.Structure):
@@ -147,7 +156,7 @@ def _longs(*numbers: int) -> tuple[ctypes.c_long, ...]:
 
 
 class KernelBackend(Backend):
-    name, runs_blocks, fused_adamw = "kernels", True, True
+    name, runs_blocks, fused_adamw, rounds_rows = "kernels", True, True, True
 
     def __init__(self, file: Path, memory: Memory) -> None:
         super().__init__(memory)
@@ -319,6 +328,13 @@ class KernelBackend(Backend):
         last = *_longs(weight.numel()), ctypes.byref(_Rule(*astuple(rule))), self.threads
         half = weight.dtype == torch.bfloat16
         self.library[name](_at(weight, weight.dtype), half, _at(gradient), *held, *last)
+
+    def round_rows(self, job: GridJob) -> None:
+        given = [_at(one) for one in (job.target, job.scale, job.low, job.d, job.m)]
+        sides = (_at(job.codes, torch.uint8), *map(_at, (job.levels, job.h, job.lower)))
+        even = int(bool((job.levels.diff() == 1).all()))
+        sizes = (*job.target.shape, job.target.shape[1] // job.d.shape[1], len(job.levels), even, job.rounds, job.ridge)
+        self.library.round_rows(ctypes.byref(_Grid(*given, *sides, *sizes)), self.threads)
 
     def square_sum(self, x: Tensor) -> float:
         return float(self.library.squares(_at(x), *_longs(x.numel()), self.threads))

@@ -75,6 +75,7 @@ class LinearSpec:
     columns: Tensor | None = None  # (C,) their indices
     # while set, backward passes give it (dy (T, O), x (T, I)), operands, and no gradient of the weight is computed
     observer: Callable[[Tensor, Tensor], None] | None = None
+    reader: Callable[[Tensor], None] | None = None  # while set, forward passes give it x, before they read the weight
 
     def trained(self) -> list[Tensor | None]:
         """(weight, bias, A, B, part) for autograd; None for what is frozen or absent."""
@@ -177,6 +178,8 @@ def forward(
     layer: LinearSpec, x: Tensor, compute: ComputeOptions, float32: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """(y, what the adapter reads); y as an operand, or in float32."""
+    if layer.reader is not None:
+        layer.reader(x)
     backend, weight = compute.backend, _weight(layer, compute)
     options = Product(bias=layer.bias, float32=float32, int8=compute.multiplies_bytes(weight))
     out = backend.mm(x, weight.T, options=options)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from edgeft.arch.check import check_model
 from edgeft.errors import DataError, RunError
+from edgeft.evaluate.compare import base_of_adapter, run_of
 from edgeft.evaluate.llamacpp import LlamaFile, Sampling
+from edgeft.formats.adapter import is_adapter
 from edgeft.formats.tokenizer import open_tokenizer, render
 from edgeft.run.folder import Run
 
@@ -29,10 +31,11 @@ class Chat(AbstractContextManager["Chat"]):
         sampling: Sampling = Sampling(),
         n_ctx: int = 0,
         threads: int = 0,
+        adapter: Path | None = None,
     ) -> None:
         """n_ctx 0: the context of the model, at most MAX_CTX."""
         self.tokenizer = open_tokenizer(path)
-        self.file = LlamaFile(path, n_ctx=n_ctx, threads=threads, parallel=1)
+        self.file = LlamaFile(path, n_ctx=n_ctx, threads=threads, parallel=1, adapter=adapter)
         self.file.n_ctx = min(self.file.n_ctx, n_ctx or MAX_CTX)
         self.sampling = sampling
         self.system = [{"role": "system", "content": system}] if system else []
@@ -90,12 +93,14 @@ class Chat(AbstractContextManager["Chat"]):
         return ids
 
 
-def chat_file(target: Path) -> Path:
-    """The GGUF file of `edgeft chat RUN|FILE`."""
-    if not target.is_dir():
-        check_model(str(target))
-        return target
-    run = Run.open(target)
-    if not run.model.is_file():
-        raise RunError(f"{target} has no exported model yet", f"write it with `edgeft export {target}`")
-    return run.model
+def chat_file(target: Path) -> tuple[Path, Path | None]:
+    """The GGUF file of `edgeft chat RUN|FILE`, and the adapter on it."""
+    if target.is_dir():
+        run = Run.open(target)
+        target = run.model if run.model.is_file() else run.adapter
+        if not target.is_file():
+            raise RunError(f"{run.path} has no exported model yet", f"write it with `edgeft export {run.path}`")
+    if is_adapter(target):
+        return base_of_adapter(target, run_of(target)), target
+    check_model(str(target))
+    return target, None

@@ -15,14 +15,15 @@ from edgeft.arch.check import check_model
 from edgeft.config import Recipe
 from edgeft.data import tokens as data_tokens
 from edgeft.data.tokens import Encoded
-from edgeft.errors import ConfigError, DataError, RunError
+from edgeft.errors import ConfigError, DataError, ModelError, RunError
 from edgeft.evaluate import leak
 from edgeft.evaluate.score import Scores, compare
 from edgeft.evaluate.subject import Rows, Subject, SubjectScores
 from edgeft.evaluate.suite import Item, Suite, from_run, load_suite, make_items, read_items
 from edgeft.evaluate.turns import ALL_ROWS, Turns
+from edgeft.formats.adapter import BASE, BASE_KEY, is_adapter, named_base
 from edgeft.formats.gguf import GGUF
-from edgeft.formats.source import demo_model, is_gguf, model_source
+from edgeft.formats.source import is_gguf, model_source
 from edgeft.formats.tokenizer import open_tokenizer
 from edgeft.run.folder import Run
 from edgeft.run.progress import Progress
@@ -148,6 +149,9 @@ def subjects_of(target: str, base: str | None, progress: Progress) -> tuple[list
     run = run_of(Path(target))
     if run is not None and run.path == Path(target):
         return _in_trainer(run, base, run.effective.model.frozen if not base else "auto"), run
+    if is_adapter(target):
+        below = base or str(base_of_adapter(Path(target), run))
+        return [Subject("base", below), Subject("tuned", below, adapter=target)], run
     check_model(target)
     origin = base or (model_source(run.recipe.model.path) if run else base_of(target))
     if origin is None:
@@ -215,8 +219,16 @@ def evaluate_harness(
 
 def base_of(target: str) -> str | None:
     """The base model of an exported file, if it is in the same folder or is the embedded one."""
-    if not is_gguf(target):
-        return None
-    name = str(GGUF.open(target).get_key("edgeft.base"))
-    candidates = [path for path in (Path(target).with_name(Path(name).name), demo_model()) if path is not None]
-    return next((str(path) for path in candidates if path.name == name and path.is_file()), None)
+    found = named_base(target) if is_gguf(target) else None
+    return str(found) if found else None
+
+
+def base_of_adapter(adapter: Path, run: Run | None) -> Path:
+    """The file that an adapter is applied to: that of its run, or the one it names."""
+    source = model_source(run.recipe.model.path) if run else ""
+    candidates = [Path(source) if is_gguf(source) else None, adapter.with_name(BASE), named_base(adapter)]
+    for found in candidates:
+        if found is not None and found.is_file():
+            return found
+    name = GGUF.open(adapter).get_key(BASE_KEY)
+    raise ModelError(f"{adapter} is an adapter, and its base model {name} is not here", "put it into the same folder")

@@ -23,6 +23,7 @@ from edgeft.errors import ModelError
 from edgeft.evaluate.batch_scorer import BatchScorer, Branch, Cell, Floats, Step
 from edgeft.evaluate.request import Request, Response, RowProgress
 from edgeft.formats import ggml
+from edgeft.formats.adapter import check_adapter
 from edgeft.formats.ggml import F16, F32, SLOW
 from edgeft.formats.gguf import GGUF, NewTensor, TensorInfo, write
 from edgeft.formats.tokenizer import LLAMA_ERRORS, filled, quiet_llama
@@ -46,10 +47,16 @@ class Sampling:
 
 
 class LlamaFile(AbstractContextManager["LlamaFile"]):
-    """A GGUF file opened in llama.cpp. The KV cache is allocated with the first rows, as large as they need."""
+    """A GGUF file in llama.cpp, maybe with an adapter. The KV cache is allocated with the first rows, as they need."""
 
     def __init__(
-        self, path: str | Path, n_ctx: int = 0, threads: int = 0, parallel: int = OUTPUTS - 1, room_bytes: int = 0
+        self,
+        path: str | Path,
+        n_ctx: int = 0,
+        threads: int = 0,
+        parallel: int = OUTPUTS - 1,
+        room_bytes: int = 0,
+        adapter: Path | None = None,
     ) -> None:
         """n_ctx: longest row with its answer, 0: the model's own; threads 0: all cores; parallel: rows at once;
         room_bytes: memory limit of this process, 0: the available memory."""
@@ -58,9 +65,12 @@ class LlamaFile(AbstractContextManager["LlamaFile"]):
         self.path = Path(path)
         self._model: Any = None
         self._ctx: Any = None
+        self._adapter: Any = None
         if not self.path.is_file():
             raise ModelError(f"no file {self.path}", "give the path of a GGUF file")
         check_file(self.path)  # llama.cpp may abort on a damaged file
+        if adapter is not None:
+            check_adapter(adapter, self.path)
         api = self._api = quiet_llama()
         LLAMA_ERRORS.clear()
         self.room_bytes = usable_bytes(room_bytes)
@@ -74,6 +84,11 @@ class LlamaFile(AbstractContextManager["LlamaFile"]):
             # the first line names the cause, later ones only say that loading failed
             reason = f": {LLAMA_ERRORS[0]}" if LLAMA_ERRORS else ""
             raise ModelError(f"llama.cpp cannot load {self.path}{reason}", "check that it is a complete GGUF file")
+        if adapter is not None:
+            self._adapter = api.llama_adapter_lora_init(self._model, os.fsencode(adapter))
+            if not self._adapter:
+                reason = f": {LLAMA_ERRORS[0]}" if LLAMA_ERRORS else ""
+                raise ModelError(f"llama.cpp cannot load the adapter {adapter}{reason}", "export it again")
         self._vocab = api.llama_model_get_vocab(self._model)
         self.vocab_size: int = api.llama_vocab_n_tokens(self._vocab)
         self.trained_ctx: int = api.llama_model_n_ctx_train(self._model)
@@ -96,8 +111,8 @@ class LlamaFile(AbstractContextManager["LlamaFile"]):
         if self._ctx:
             self._api.llama_free(self._ctx)
         if self._model:
-            self._api.llama_model_free(self._model)
-        self._ctx = self._model = self._api = None  # a later call is a Python error, not a crash
+            self._api.llama_model_free(self._model)  # and its adapters
+        self._ctx = self._model = self._adapter = self._api = None  # a later call is a Python error, not a crash
 
     def tokenize(self, text: str, special: bool = True, add_bos: bool = True) -> list[int]:
         """special: parse `<|im_end|>` and the like as tokens; add_bos: if the model wants one and it is missing."""
@@ -191,6 +206,10 @@ class LlamaFile(AbstractContextManager["LlamaFile"]):
             reason = f": {LLAMA_ERRORS[0]}" if LLAMA_ERRORS else ""
             what = f"llama.cpp cannot create a context of {cells} tokens for {self.path}{reason}"
             raise ModelError(what, "use shorter rows or a smaller model")
+        if self._adapter:
+            adapters, scales = (api.llama_adapter_lora_p_ctypes * 1)(self._adapter), (ctypes.c_float * 1)(1.0)
+            if api.llama_set_adapters_lora(self._ctx, adapters, 1, scales):
+                raise ModelError(f"llama.cpp cannot apply the adapter to {self.path}", "export it again")
         self._memory = api.llama_get_memory(self._ctx)
         self.cells, self._sequences, self._kind = cells, sequences + 1, kind
 

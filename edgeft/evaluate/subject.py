@@ -34,12 +34,14 @@ class Subject:
     run: Run | None = None  # with its trained weights in place of those of `source`
     frozen: str = "dense"  # storage of frozen weights in the trainer
     trainer: bool = False
+    adapter: str = ""  # a GGUF LoRA adapter on `source`
     room_bytes: int = 0  # memory limit of scoring; 0: the available memory
 
     @property
     def identity(self) -> str:
         """Changes with the weights, and with what computes them; a copy elsewhere has the same."""
-        trained = model_id(str(self.run.best)) if self.run else ""
+        learned = str(self.run.best) if self.run else self.adapter
+        trained = model_id(learned) if learned else ""
         return f"{model_id(self.source)}|{trained}|{self.frozen if self.trainer else 'llama.cpp'}"
 
     @contextmanager
@@ -52,7 +54,11 @@ class Subject:
             from edgeft.evaluate.llamacpp import LlamaFile, with_fast_types
 
             n_ctx, room = max(2048, 4 * longest), self.room_bytes
-            with with_fast_types(self.source, tokens, room) as place, LlamaFile(place, n_ctx, room_bytes=room) as file:
+            adapter = Path(self.adapter) if self.adapter else None
+            with (
+                with_fast_types(self.source, tokens, room) as place,
+                LlamaFile(place, n_ctx, room_bytes=room, adapter=adapter) as file,
+            ):
                 yield file, tokenizer
             return
         from edgeft.engine.load import load

@@ -6,23 +6,28 @@ A format is a function over a `Job` and a line in FORMATS.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from edgeft.errors import RunError
+from edgeft.errors import ExportError, RunError
 from edgeft.formats.source import is_gguf
 from edgeft.run.events import ExportEvent
 
 if TYPE_CHECKING:
     from edgeft.engine.stack import Stack
+    from edgeft.export.gguf import Exported
     from edgeft.export.verify import Reference
+    from edgeft.formats.gguf import GGUF
     from edgeft.methods.scheme import Scheme
     from edgeft.run.folder import Run
     from edgeft.run.progress import Progress
+
+MAX_LOSS = 1.05  # held-out loss after rounding onto the base's types, against that before
+MAX_LOSS_AUTO = 1.02  # from here on `auto` writes q8_0
 
 
 @dataclass(frozen=True)
@@ -42,30 +47,107 @@ class Job:
 def _gguf(job: Job) -> dict[str, Any]:
     """A GGUF file, renamed to its final name only after llama.cpp agrees with the trainer on held-out rows."""
     from edgeft.export.convert import hf_to_gguf
-    from edgeft.export.gguf import Labels, export_gguf
-    from edgeft.export.modelfile import write_modelfile
-    from edgeft.export.verify import verify
-    from edgeft.methods import scheme as schemes
 
     reference = _reference(job)
-    tokenizer = reference.tokenizer
     with ExitStack() as cleanup:
         base = Path(job.source)
         if not is_gguf(job.source):
             folder = cleanup.enter_context(TemporaryDirectory(".tmp", f".base.{os.getpid()}.", job.run.path))
             job.progress.line("converting the base model to GGUF")
             base = hf_to_gguf(job.source, Path(folder) / "base.gguf")
-        made = export_gguf(
-            base,
-            schemes.updated(job.stack, job.scheme),
-            job.out,
-            job.type_name,
-            lambda path: verify(path, reference, job.type_name),
-            Labels(None if tokenizer.has_template else tokenizer.template, job.run.recipe.name, Path(job.source).name),
-        )
+        return _smallest(job, base, reference) if _can_be_kept(job, base) else _merged(job, base, reference)
+
+
+def _can_be_kept(job: Job, base: Path) -> bool:
+    """Whether updates are rounded onto the grid of the base's types; `auto` does so where all of them have one."""
+    from edgeft.export.keep import EXACT, has_grid
+    from edgeft.formats.gguf import GGUF
+
+    types = set(updated_types(job, GGUF.open(base))) - set(EXACT)
+    return bool(types) and (job.type_name == "keep" or (job.type_name == "auto" and all(map(has_grid, types))))
+
+
+def updated_types(job: Job, base: GGUF) -> Iterator[int]:
+    """Of the matrices that this run trained."""
+    for number, tensor in job.scheme.updates:
+        name = f"blk.{number}.{job.stack.arch.linears[tensor].gguf}.weight"
+        if name in base.tensors:
+            yield base.tensors[name].type
+
+
+def _smallest(job: Job, base: Path, reference: Reference) -> dict[str, Any]:
+    """Rounded onto the base's own types; `auto` writes q8_0 where that loses too much."""
+    from edgeft.export.keep import keep
+
+    kept = keep(job, base)
+    limit = MAX_LOSS if job.type_name == "keep" else MAX_LOSS_AUTO
+    why = f"held-out loss {kept.loss:.4f} on the base's own types, {kept.trained_loss:.4f} before rounding"
+    try:
+        if not kept.loss <= limit * kept.trained_loss:
+            hint = "use --type q8_0, or more training rows: rounding reads them"
+            raise ExportError(f"{why}: more than {limit:g} times as much", hint)
+        made = _write(job, base, kept.updates(), reference, "keep")
+    except ExportError as error:
+        if job.type_name == "keep":
+            raise
+        kept.restore()
+        job.progress.line(f"q8_0 is written: {error.message}")
+        return _merged(job, base, reference)
+    job.progress.line(f"kept the base's types: {why}")
+    return _report(job, "gguf", made) | {"loss": {"trained": kept.trained_loss, "file": kept.loss}, "why": why}
+
+
+def _merged(job: Job, base: Path, reference: Reference) -> dict[str, Any]:
+    from edgeft.methods import scheme as schemes
+
+    made = _write(job, base, schemes.updated(job.stack, job.scheme), reference, job.type_name)
+    return _report(job, "gguf", made)
+
+
+def _write(job: Job, base: Path, updates: Iterable[Any], reference: Reference, type_name: str) -> Exported:
+    from edgeft.export.gguf import Labels, export_gguf
+    from edgeft.export.modelfile import write_modelfile
+    from edgeft.export.verify import verify
+
+    tokenizer = reference.tokenizer
+    template = None if tokenizer.has_template else tokenizer.template
+    labels = Labels(template, job.run.recipe.name, Path(job.source).name)
+    made = export_gguf(base, updates, job.out, type_name, lambda path: verify(path, reference, type_name), labels)
     write_modelfile(job.out)
+    return made
+
+
+def _gguf_lora(job: Job) -> dict[str, Any]:
+    """A LoRA adapter; its base file is the user's own, or is converted once and stays beside it."""
+    from edgeft.export.convert import hf_to_gguf
+    from edgeft.export.gguf import Labels
+    from edgeft.export.lora import export_lora
+    from edgeft.export.modelfile import write_modelfile
+    from edgeft.export.verify import verify
+    from edgeft.formats.adapter import BASE
+
+    reference = _reference(job)
+    base = Path(job.source)
+    if not is_gguf(job.source):
+        base = job.out.with_name(BASE)
+        if not base.is_file():
+            job.progress.line("converting the base model to GGUF")
+            hf_to_gguf(job.source, base)
+    made = export_lora(
+        base,
+        job.stack,
+        job.scheme,
+        job.out,
+        lambda path: verify(base, reference, adapter=path),
+        Labels(recipe=job.run.recipe.name, base=base.name),
+    )
+    write_modelfile(base, job.out)
+    return _report(job, "gguf-lora", made)
+
+
+def _report(job: Job, kind: str, made: Exported) -> dict[str, Any]:
     check = asdict(made.checked)
-    job.run.log(ExportEvent(str(job.out), "gguf", made.bytes, made.types, check))
+    job.run.log(ExportEvent(str(job.out), kind, made.bytes, made.types, check))
     job.progress.line(
         f"exported {job.out} ({made.bytes / 2**20:.1f} MiB): llama.cpp agrees with the trainer on "
         f"{check['top1']:.1f} % of {check['tokens']} tokens, mean KL {check['mean_kl']:.4f}"
@@ -87,9 +169,10 @@ def _reference(job: Job) -> Reference:
             f"prepare them again: `edgeft finetune --resume --until prepare --out {run.path}`",
         )
     train, heldout = tokens.load(run.tokens)
-    rows = (heldout or train)[:VERIFY_ROWS]
-    threads = compute_threads(run.recipe.how.threads)
-    return Reference(job.stack, rows, open_tokenizer(job.source), run.recipe.data.system, threads, job.budget_bytes)
+    rows = heldout or train
+    threads, system = compute_threads(run.recipe.how.threads), run.recipe.data.system
+    tokenizer = open_tokenizer(job.source)
+    return Reference(job.stack, rows[:VERIFY_ROWS], tokenizer, system, threads, job.budget_bytes)
 
 
 def _hf(job: Job) -> dict[str, Any]:
@@ -107,4 +190,9 @@ def _peft(job: Job) -> dict[str, Any]:
     return {}
 
 
-FORMATS: dict[str, Callable[[Job], dict[str, Any]]] = {"gguf": _gguf, "hf": _hf, "peft": _peft}
+FORMATS: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "gguf": _gguf,
+    "gguf-lora": _gguf_lora,
+    "hf": _hf,
+    "peft": _peft,
+}

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any
@@ -45,6 +46,14 @@ class Exported:
 
 
 @dataclass(frozen=True)
+class PackedRows:
+    """A matrix that is packed already, rows in transformers' order."""
+
+    data: np.ndarray  # (rows, bytes of a row) uint8
+    type: int
+
+
+@dataclass(frozen=True)
 class Labels:
     """Metadata of an exported file."""
 
@@ -55,7 +64,7 @@ class Labels:
 
 def export_gguf(
     source: Path,
-    updates: Iterable[tuple[str, torch.Tensor]],
+    updates: Iterable[tuple[str, torch.Tensor | PackedRows]],
     out: Path,
     type_name: str = "auto",
     check: Callable[[Path], Any] | None = None,
@@ -82,13 +91,23 @@ def export_gguf(
 
 
 def _pack_all(
-    base: GGUF, updates: Iterable[tuple[str, torch.Tensor]], type_name: str, spool: IO[bytes]
+    base: GGUF, updates: Iterable[tuple[str, torch.Tensor | PackedRows]], type_name: str, spool: IO[bytes]
 ) -> dict[str, NewTensor]:
     """Updates packed into `spool`, from which they are later read in the order of the file."""
     arch = of_gguf(base)
     sizes = arch.sizes(SimpleNamespace(**arch.values(base)))
     new: dict[str, NewTensor] = {}
-    for name, (target, tensor), dense in _whole_tensors(base, updates, arch, sizes):
+    packed_parts: dict[str, list[_RowPart]] = {}
+
+    def dense_ones() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in updates:
+            if isinstance(value, PackedRows):
+                target, part = _row_part(name, value, arch, sizes)
+                packed_parts.setdefault(target, []).append(part)
+            else:
+                yield name, value
+
+    for name, (target, tensor), dense in _whole_tensors(base, dense_ones(), arch, sizes):
         if target in new:
             raise ValueError(f"{name} is updated twice")
         if offset := arch.norm_offset(tensor):
@@ -104,7 +123,39 @@ def _pack_all(
         start = spool.tell()
         spool.write(np.ascontiguousarray(packed).reshape(-1).data)
         new[target] = NewTensor(target, shape, kind, packed.nbytes, _spooled(spool, start, packed.nbytes))
+    for target, parts in packed_parts.items():
+        info = base.tensors[target]
+        new[target] = NewTensor(target, info.shape, info.type, info.nbytes, partial(_joined, base, target, parts))
     return new
+
+
+@dataclass(frozen=True)
+class _RowPart:
+    """Packed rows and their place in the file's tensor."""
+
+    where: slice
+    value: PackedRows
+    order: np.ndarray | None  # rows in the file → in transformers
+
+    def in_file_order(self) -> np.ndarray:
+        data: np.ndarray = self.value.data if self.order is None else self.value.data[np.argsort(self.order)]
+        return data
+
+
+def _row_part(name: str, value: PackedRows, arch: Architecture, sizes: Sizes) -> tuple[str, _RowPart]:
+    target, tensor = arch.gguf_name(name)
+    return target, _RowPart(arch.linears[tensor].rows(sizes), value, arch.row_order(tensor, sizes))
+
+
+def _joined(base: GGUF, target: str, parts: list[_RowPart]) -> np.ndarray:
+    """The tensor with these rows; linears that share one may not all be updated."""
+    info = base.tensors[target]
+    if any(part.value.type != info.type for part in parts):
+        raise ValueError(f"{target} is packed in another type than in {base.path.name}")
+    whole = base.bytes(target).reshape(info.shape[1], -1).copy()
+    for part in parts:
+        whole[part.where] = part.in_file_order()
+    return whole
 
 
 def _whole_tensors(

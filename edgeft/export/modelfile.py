@@ -1,4 +1,4 @@
-"""An Ollama Modelfile beside a GGUF file.
+"""An Ollama Modelfile beside a GGUF file, or beside an adapter.
 
 Its TEMPLATE is learned by rendering the file's own chat template, and is only written if it gives the same text.
 """
@@ -148,13 +148,17 @@ def _system(tokenizer: GgufTokenizer, user: str) -> tuple[tuple[str, str], bool]
     raise ValueError(before)
 
 
-def modelfile(gguf_path: Path) -> str:
-    """The text of a Modelfile in the folder of this GGUF file."""
+def modelfile(gguf_path: Path, adapter: Path | None = None) -> str:
+    """The text of a Modelfile in the folder of this GGUF file, or of the adapter on it."""
     tokenizer = GgufTokenizer(gguf_path)
     turns = learn(tokenizer)
     if turns and '"""' in turns.go():  # it would end the template, and commands would follow
         turns = None
-    lines = [f"# ollama create {gguf_path.stem} -f {modelfile_path(gguf_path).name}", f"FROM ./{gguf_path.name}"]
+    made = adapter or gguf_path
+    lines = [f"# ollama create {made.stem} -f {modelfile_path(made).name}", f"FROM ./{gguf_path.name}"]
+    if adapter is not None:
+        beside = gguf_path.resolve().parent == adapter.resolve().parent
+        lines[1:] = [f"FROM {'./' + gguf_path.name if beside else gguf_path.resolve()}", f"ADAPTER ./{adapter.name}"]
     if turns:
         lines.append(f'TEMPLATE """{turns.go()}"""')
     else:
@@ -176,12 +180,13 @@ def modelfile_path(gguf_path: Path) -> Path:
     """`Modelfile`, or NAME.Modelfile if that is of another model."""
     path = gguf_path.with_name("Modelfile")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else None
-    return path if lines is None or f"FROM ./{gguf_path.name}" in lines else gguf_path.with_suffix(".Modelfile")
+    own = {f"FROM ./{gguf_path.name}", f"ADAPTER ./{gguf_path.name}"}
+    return path if lines is None or own & set(lines) else gguf_path.with_suffix(".Modelfile")
 
 
-def write_modelfile(gguf_path: Path) -> Path:
-    """Write it into the folder of the GGUF file and return its path."""
-    path, text = modelfile_path(gguf_path), modelfile(gguf_path)
+def write_modelfile(gguf_path: Path, adapter: Path | None = None) -> Path:
+    """Write it into the folder of the GGUF file, or of the adapter on it, and return its path."""
+    path, text = modelfile_path(adapter or gguf_path), modelfile(gguf_path, adapter)
     with atomic_write(path) as file:
         file.write(text.encode())
     return path

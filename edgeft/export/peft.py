@@ -1,4 +1,4 @@
-"""A LoRA run as a PEFT adapter, for the Hugging Face model it was trained on.
+"""A low-rank update as a PEFT adapter, for the Hugging Face model it was trained on.
 
 The adapter holds exactly what was trained; what an adapter cannot hold is an error, never left out.
 """
@@ -11,7 +11,6 @@ from typing import Any
 from edgeft.engine.stack import Stack
 from edgeft.errors import ExportError
 from edgeft.export.hf import new_folder, save
-from edgeft.methods.lora import adapter
 from edgeft.methods.scheme import Scheme
 
 
@@ -20,18 +19,21 @@ def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
     from peft import LoraConfig
 
     hint = "use --format gguf or --format hf: there all updates are merged"
-    if not scheme.method.uses_peft:
-        raise ExportError("only LoRA runs have adapters, and this run trained the tensors themselves", hint)
     if scheme.biases or scheme.norms:
         raise ExportError("this run trained biases or norms beside its adapters, which PEFT's file cannot hold", hint)
     linears, tensors = stack.arch.linears, {}
     if shared := sorted({linears[tensor].stored for _, tensor in scheme.updates if linears[tensor].shared}):
         raise ExportError(f"PEFT has one adapter for all of {', '.join(shared)}, and this run several", hint)
     for number, tensor in scheme.updates:
-        module = stack.linear(number, tensor)
+        pair = scheme.method.low_rank(stack.linear(number, tensor))
+        if pair is None:
+            raise ExportError("only low-rank updates are adapters, and this run trained the tensors themselves", hint)
         prefix = f"base_model.model.model.layers.{number}.{linears[tensor].path}"
-        for part, weight in zip(("lora_A", "lora_B"), adapter(module), strict=True):
+        for part, weight in zip(("lora_A", "lora_B"), pair, strict=True):
             tensors[f"{prefix}.{part}.weight"] = weight.detach().float().contiguous()
+    ranks = {f"layers.{n}.{linears[tensor].path}": update.rank for (n, tensor), update in scheme.updates.items()}
+    rank = max(ranks.values())
+    others = {name: one for name, one in ranks.items() if one != rank}
     names = {tensor for _, tensor in scheme.updates}
     where: dict[str, Any] = {
         "target_modules": [linear.path.rpartition(".")[2] for name, linear in linears.items() if name in names],
@@ -41,8 +43,10 @@ def export_peft(stack: Stack, scheme: Scheme, base: str, out: Path) -> Path:
     if len(scheme.updates) < len(names) * len(scheme.blocks):  # not the same tensors in every block
         where = {"target_modules": [f"layers.{number}.{linears[tensor].path}" for number, tensor in scheme.updates]}
     config = LoraConfig(
-        r=next(iter(scheme.updates.values())).rank,
-        lora_alpha=scheme.alpha,  # type: ignore[arg-type]
+        r=rank,
+        lora_alpha=rank,  # B holds the factor
+        rank_pattern=others,
+        alpha_pattern=others,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,

@@ -32,7 +32,8 @@ MAX_KL = 0.025
 
 # Types below 8 bits round what was learned, as asked: 0.025 (q4_1) and 0.034 (q4_0) for two blocks changed at random.
 MAX_KL_COARSE = 0.05
-FINE = ("", "auto", "f32", "f16", "bf16", "q8_0")  # their rounding is below the noise
+# Their rounding is below the noise; with `keep` the trainer's own weights are the rounded ones.
+FINE = ("", "auto", "keep", "f32", "f16", "bf16", "q8_0")
 
 # Near-ties flip, and with few short rows two tokens must not decide: this only detects gross errors (rows of
 # q and k not reordered in nine blocks 64 %, the wrong blocks 44 %, `keep` 18 %).
@@ -61,9 +62,9 @@ class Reference:
     room_bytes: int = 0  # memory that this process may use; 0: what is available
 
 
-def verify(path: Path, reference: Reference, type_name: str = "") -> Verification:
-    """Compare, and raise ExportError if the file does not answer like the trainer."""
-    result = compare(path, reference)
+def verify(path: Path, reference: Reference, type_name: str = "", adapter: Path | None = None) -> Verification:
+    """Compare, and raise ExportError if the file, with its adapter, does not answer like the trainer."""
+    result = compare(path, reference, adapter)
     max_kl = MAX_KL if type_name in FINE else MAX_KL_COARSE
     bug = "this is a bug: please report it"
     if not result.same_template:
@@ -82,7 +83,7 @@ def verify(path: Path, reference: Reference, type_name: str = "") -> Verificatio
     return result
 
 
-def compare(path: Path, reference: Reference) -> Verification:
+def compare(path: Path, reference: Reference, adapter: Path | None = None) -> Verification:
     """The figures, without the thresholds."""
     stack = reference.stack
     rows = [row for row in reference.rows if row.trained[1:].any()]
@@ -93,7 +94,8 @@ def compare(path: Path, reference: Reference) -> Verification:
     agree, total, tokens = 0, 0.0, 0
     try:
         longest = max(len(row.ids) for row in rows)
-        with LlamaFile(path, longest + 1, reference.threads, parallel=1, room_bytes=reference.room_bytes) as file:
+        room = reference.room_bytes
+        with LlamaFile(path, longest + 1, reference.threads, 1, room, adapter) as file:
             same_template, same_ids = _same_text(path, file, rows, reference)
             for i, row in enumerate(rows):
                 at = np.flatnonzero(thin[i].trained[1:])  # a token is predicted at the position before it

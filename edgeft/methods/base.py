@@ -106,6 +106,10 @@ class Method:
         """The merged float32 weight of a TrainedLinear, in memory of its own."""
         raise NotImplementedError
 
+    def low_rank(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(A (r, I), B (O, r)) of a layer whose weight is its base's + B A; None: it is not of that form."""
+        return None
+
     def choose_channels(self, stack: Stack, scheme: Scheme, backward: Callable[[], None]) -> bool:
         """Before the first step. `backward` runs over a few rows; False: nothing to choose."""
         return False

@@ -56,6 +56,10 @@ class Lora(Method):
             layer = stack.linear(block, tensor)
             layer.__class__ = _described(type(layer))  # type: ignore[arg-type]
 
+    def low_rank(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        down, up = adapter(layer)
+        return down.detach(), layer.scaling["default"] * up.detach()
+
 
 @cache
 def _described(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:

@@ -99,6 +99,9 @@ class Sparse(Method):
             return weight_of(layer.base).addmm_(layer.up.detach(), layer.down)
         return weight_of(layer.base).index_copy_(1, layer.columns, layer.part.detach())
 
+    def low_rank(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return (layer.down, layer.up.detach()) if hasattr(layer, "up") else None
+
     def choose_channels(self, stack: Stack, scheme: Scheme, backward: Callable[[], None]) -> bool:
         """Those with the largest gradients, or the directions in which they are; only before anything is trained."""
         import torch

@@ -49,5 +49,8 @@ class TinyTL(Method):
     def dense_weight(self, layer: Any) -> torch.Tensor:
         return weight_of(layer.base).addmm_(layer.up.detach(), layer.down, alpha=layer.scale)
 
+    def low_rank(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return layer.down, layer.scale * layer.up.detach()
+
 
 TINYTL = TinyTL()

@@ -99,6 +99,13 @@ def export(run: Run, kind: str, type_name: str, out: Path, progress: Progress, b
     return {"path": str(out), "format": kind, **FORMATS[kind](job)}
 
 
+def compare_exports(run: Run, names: list[str], progress: Progress) -> dict[str, Any]:
+    """Several exports of one run, scored on the same rows."""
+    from edgeft.export.compare import compare
+
+    return compare(run, names, lambda kind, type_name, out: export(run, kind, type_name, out, progress), progress)
+
+
 def _check_scheme_and_disk(run: Run, source: str) -> None:
     """Rejects blocks and tensors that the model does not have, and a run that does not fit the disk, as far as is known
     without its rows."""

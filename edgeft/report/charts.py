@@ -13,7 +13,7 @@ from edgeft import config
 from edgeft.report import plots, words
 from edgeft.report.summary import MAP_ROWS, RunSummary, TensorMap
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 FAR = 3.0  # a memory limit this many times the memory used is a note, not a line: it would flatten the plot
 MAX_POINTS = 600  # of one line
 
@@ -32,6 +32,7 @@ def charts(run: RunSummary) -> dict[str, Markup]:
         "time": plots.bars("Time by stage", [(name, s, config.format_duration(s)) for name, s in run.stages]),
         "heat": _temperature_chart(run),
         "sizes": plots.bars("File size", files, [name for name, _, _ in files]),
+        "files": _file_chart(run),
         "map": _tensor_chart(run.map) if run.map else Markup(),
     }
 
@@ -85,6 +86,15 @@ def _loss_chart(run: RunSummary) -> Markup:
 def _loss_lines(title: str, lines: list[plots.Line]) -> Markup:
     log = plots.needs_log_scale([y for line in lines for _, y in line.points])
     return plots.LineChart(title, lines, "step", "nats per token" + (", log scale" if log else ""), log=log).draw()
+
+
+def _file_chart(run: RunSummary) -> Markup:
+    """Size against loss of the files that `edgeft export --compare` wrote."""
+    lines = [
+        plots.Line(str(one["name"]), [(one["bytes"] / MIB, one["loss"])], colour(i), dots=True)
+        for i, one in enumerate(run.compared)
+    ]
+    return plots.LineChart("Size and held-out loss of each file", lines, "MiB", "nats per token").draw()
 
 
 def _memory_chart(run: RunSummary) -> Markup:

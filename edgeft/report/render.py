@@ -66,6 +66,7 @@ def page(run: RunSummary, *others: RunSummary) -> str:
         charts=charts(run),
         compared=comparison_charts([run, *others]) if others else {},
         legend=[(one.name, colour(i)) for i, one in enumerate([run, *others])],
+        files_legend=[(one["name"], colour(i)) for i, one in enumerate(run.compared)],
         far_limit=far_limit(run),
         commands=commands(run),
     )  # fmt: skip

@@ -56,6 +56,7 @@ class RunSummary:
     map: TensorMap | None
     base_bytes: int | None
     tuned_bytes: int | None
+    compared: list[dict[str, Any]]  # files of `edgeft export --compare`
 
     @property
     def data_name(self) -> str:
@@ -93,7 +94,14 @@ def load_run_summary(run: Run) -> RunSummary:
         map=tensor_map(run, origin, first["scheme"]),
         base_bytes=origin.stat().st_size if origin else None,
         tuned_bytes=run.model.stat().st_size if run.model.is_file() else None,
+        compared=_compared(run.read_json(run.compared) or {}),
     )
+
+
+def _compared(result: dict[str, Any]) -> list[dict[str, Any]]:
+    files = result.get("files")
+    every = [one for one in files if isinstance(one, dict)] if isinstance(files, list) else []
+    return [one for one in every if _number(one.get("bytes")) and _number(one.get("loss"))]
 
 
 def _number(value: Any) -> bool:

@@ -45,6 +45,8 @@ class Run:
         self.exported = path / "export.json"
         self.evaluation = path / "eval.json"
         self.model = path / "model.gguf"
+        self.adapter = path / "adapter.gguf"
+        self.compared = path / "compare.json"
         self._lock: LockFile | None = None
         self._resolved: Resolved | None = None
         self.paused_s = 0.0  # by the governor, in this process

@@ -28,6 +28,25 @@ def print_tasks(console: Console, result: dict[str, Any]) -> None:
     console.print(table)
 
 
+def print_compared(console: Console, result: dict[str, Any]) -> None:
+    """`edgeft export --compare`: size, time and scores of each file."""
+    table = Table(title=Text(f"{result['rows']} held-out rows, in llama.cpp"), title_justify="left")
+    for title in ("file", "size", "of the base", "seconds", "loss", "F1", "contains answer"):
+        table.add_column(title, justify="left" if title == "file" else "right")
+    for one in result["files"]:
+        if "error" in one:
+            table.add_row(one["name"], "–", "–", "–", "–", "–", "–")
+            continue
+        base = result["base_bytes"]
+        share = f"{one['bytes'] / base:.3f}" if base else "–"
+        scores = (figure(name, one.get(name)) for name in ("loss", "f1", "contains"))
+        table.add_row(one["name"], format_size(one["bytes"]), share, f"{one['seconds']:.0f}", *scores)
+    console.print()
+    console.print(table)
+    if result["trained_loss"] is not None:
+        console.print(f"held-out loss in training: {result['trained_loss']:.4f}")
+
+
 def print_scores(console: Console, result: dict[str, Any]) -> None:
     """`edgeft eval`: metrics, verdict, counts of changed rows, examples."""
     console.print()
