@@ -77,12 +77,14 @@ def updated_types(job: Job, base: GGUF) -> Iterator[int]:
 
 def _smallest(job: Job, base: Path, reference: Reference) -> dict[str, Any]:
     """Rounded onto the base's own types; `auto` writes q8_0 where that loses too much."""
-    from edgeft.export.keep import keep
+    from edgeft.export.keep import Kept, keep
+    from edgeft.formats.gguf import GGUF
 
-    kept = keep(job, base)
+    kept = Kept(job.stack, job.scheme, GGUF.open(base), job.run.effective, job.progress)
     limit = MAX_LOSS if job.type_name == "keep" else MAX_LOSS_AUTO
-    why = f"held-out loss {kept.loss:.4f} on the base's own types, {kept.trained_loss:.4f} before rounding"
     try:
+        keep(job, kept)
+        why = f"held-out loss {kept.loss:.4f} on the base's own types, {kept.trained_loss:.4f} before rounding"
         if not kept.loss <= limit * kept.trained_loss:
             hint = "use --type q8_0, or more training rows: rounding reads them"
             raise ExportError(f"{why}: more than {limit:g} times as much", hint)

@@ -12,7 +12,6 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +52,7 @@ FLOOR = 0.1  # of the mean weight, that each token has at least
 ENOUGH = 1.01  # held-out loss after rounding against that before, up to which there is no last phase
 STEPS_SHARE = 0.125  # of the training's steps: the last phase
 MIN_STEPS, MAX_STEPS = 12, 40
+PHASES = 2  # of so many steps, at most
 NORM_LR = 3e-3
 LOSS_ROWS = 64  # held-out rows on which the loss is compared
 INPUTS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))  # linears that read the same input
@@ -63,25 +63,28 @@ def has_grid(kind: int) -> bool:
     return kind in EXACT or ggml.type_name(kind) in FORMATS
 
 
-def keep(job: Job, base: Path) -> Kept:
+def keep(job: Job, kept: Kept) -> None:
     """Rounds the job's stack, and measures what that costs."""
     train, heldout = tokens.load(job.run.tokens, texts=False)
+    if not train:
+        raise ExportError("there are no training rows whose inputs matrices could be rounded for", "use --type q8_0")
     rows = [row for row in (heldout or train)[:LOSS_ROWS] if row.trained[1:].any()]
-    kept = Kept(job.stack, job.scheme, GGUF.open(base), job.run.effective, job.progress)
     kept.trained_loss = mean_loss(job.stack, rows, job.scheme.cut)
     with kept.as_in_training():
         kept.round(train)
     kept.loss = mean_loss(job.stack, rows, job.scheme.cut)
-    if kept.loss > ENOUGH * kept.trained_loss:
-        steps = Schedule(len(train), job.run.effective.train).steps
+    steps = Schedule(len(train), job.run.effective.train).steps
+    steps = max(MIN_STEPS, min(MAX_STEPS, round(STEPS_SHARE * steps)))
+    for phase in range(PHASES):
+        if kept.loss <= ENOUGH * kept.trained_loss:
+            break
         with kept.as_in_training():
-            kept.settle(train, max(MIN_STEPS, min(MAX_STEPS, round(STEPS_SHARE * steps))))
+            kept.settle(train, steps, seed=phase)
         settled = mean_loss(job.stack, rows, job.scheme.cut)
-        if settled < kept.loss:
-            kept.loss = settled
-        else:
-            kept.restore_norms()
-    return kept
+        if settled >= kept.loss:
+            kept.undo()
+            break
+        kept.loss = settled
 
 
 class Rounding(nn.Module):
@@ -145,6 +148,7 @@ class Kept:
         self.trained: dict[tuple[int, str], Any] = {key: stack.linear(*key) for key in scheme.updates}
         self.norms = self._norms()
         self.before = {name: norm.weight for name, norm in self.norms.items()}
+        self.previous = self.before
         for key in self.trained:
             self._check_type(*key)
 
@@ -291,15 +295,16 @@ class Kept:
         order = self.stack.arch.row_order(key[1], self.sizes)
         return part if order is None else part[order]
 
-    def settle(self, rows: Sequence[Encoded], steps: int) -> None:
-        """The last phase: the norms' weights, with all matrices on their grid."""
+    def settle(self, rows: Sequence[Encoded], steps: int, seed: int = 0) -> None:
+        """The last phase: the norms' weights, with all matrices on their grid. `undo` takes it back."""
+        self.previous = {name: norm.weight for name, norm in self.norms.items()}
         for norm in self.norms.values():
             norm.weight = nn.Parameter(norm.weight.detach().float().clone())
         parameters = {name: norm.weight for name, norm in self.norms.items()}
         train = replace(self.recipe.train, optimizer="adamw", weight_decay=0.0, clip=0.0)
         how = replace(self.recipe.how, optimizer_state="fp32", weights="fp32", step_in_place=False)
         tuner = optimizer.make(parameters, train, how, self.stack.options.backend)
-        order = random.Random(0)
+        order = random.Random(seed)
         before = self.stack.options.recompute
         self.stack.configure(recompute="selective")  # no weight is trained
         waiting: list[Encoded] = []
@@ -344,11 +349,12 @@ class Kept:
     def restore(self) -> None:
         for key, layer in self.trained.items():
             self._put(key, layer)
-        self.restore_norms()
+        self.previous = self.before
+        self.undo()
 
-    def restore_norms(self) -> None:
+    def undo(self) -> None:
         for name, norm in self.norms.items():
-            norm.weight = self.before[name]
+            norm.weight = self.previous[name]
 
 
 def _weights(squares: Tensor) -> Tensor:

@@ -91,6 +91,7 @@ def compare(path: Path, reference: Reference, adapter: Path | None = None) -> Ve
         raise ExportError("there is no held-out row to check the exported file with", "give some with data.heldout")
     thin = [_thin(row) for row in rows]
     states = _states(stack, Forest(thin))  # before llama.cpp takes its memory
+    stack.options.backend.memory.trim(always=True)
     agree, total, tokens = 0, 0.0, 0
     try:
         longest = max(len(row.ids) for row in rows)
