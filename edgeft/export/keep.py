@@ -37,21 +37,18 @@ from edgeft.formats.grid import FORMATS, grid_of
 from edgeft.methods.base import weight_of
 from edgeft.methods.scheme import Scheme
 from edgeft.plan.flops import Schedule
-from edgeft.plan.limits import BATCH_TOKENS
+from edgeft.plan.limits import BATCH_TOKENS, ROUND_TOKENS, last_steps, round_part_tokens
 from edgeft.run.progress import Progress
 
 if TYPE_CHECKING:
     from edgeft.export import Job
 
 Tensor = torch.Tensor
-TOKENS = 4096  # of training rows, whose inputs the rounding is for
 MAX_ROWS = 1024  # that these are taken from
 ACTIVATION_BYTES = 96 << 20  # of them: of one layer's inputs
 ROUNDS = 1  # of refitting scales and codes: with a second one, held-out rows lose as much
 FLOOR = 0.1  # of the mean weight, that each token has at least
 ENOUGH = 1.01  # held-out loss after rounding against that before, up to which there is no last phase
-STEPS_SHARE = 0.125  # of the training's steps: the last phase
-MIN_STEPS, MAX_STEPS = 12, 40
 PHASES = 2  # of so many steps, at most
 NORM_LR = 3e-3
 LOSS_ROWS = 64  # held-out rows on which the loss is compared
@@ -74,7 +71,7 @@ def keep(job: Job, kept: Kept) -> None:
         kept.round(train)
     kept.loss = mean_loss(job.stack, rows, job.scheme.cut)
     steps = Schedule(len(train), job.run.effective.train).steps
-    steps = max(MIN_STEPS, min(MAX_STEPS, round(STEPS_SHARE * steps)))
+    steps = last_steps(steps)
     for phase in range(PHASES):
         if kept.loss <= ENOUGH * kept.trained_loss:
             break
@@ -185,10 +182,14 @@ class Kept:
         finally:
             self.stack.configure(products=before)
 
+    @property
+    def _part_tokens(self) -> int:
+        return round_part_tokens(self.recipe.how.micro_batch_tokens)
+
     def round(self, rows: Sequence[Encoded]) -> None:
         """All trained matrices, block by block."""
         widest = max(layer.in_features for layer in self.trained.values())
-        chosen = Rows.of(rows, min(TOKENS, ACTIVATION_BYTES // (4 * widest)), BATCH_TOKENS)
+        chosen = Rows.of(rows, min(ROUND_TOKENS, ACTIVATION_BYTES // (4 * widest)), self._part_tokens)
         weights = self._token_weights(chosen)
         with torch.no_grad():
             self.progress.stage("round", self.stack.depth - self.scheme.cut)
@@ -325,7 +326,7 @@ class Kept:
         rows = range(len(forest.paths))
         live = forest.live(rows, self.scheme.tokens) if self.scheme.tokens else None
         targets = sum(len(forest.at[row]) for row in rows)
-        parts = list(forest.micro_batches(rows, self.recipe.how.micro_batch_tokens))
+        parts = list(forest.micro_batches(rows, self._part_tokens))
         total = 0.0
         for part in parts:
             loss = self._loss(batch_of(forest, part, live)[1]) / targets

@@ -14,12 +14,12 @@ import torch
 
 from edgeft.engine.backend import TORCH, Backend, GridJob, Product
 from edgeft.formats.grid import Grid
+from edgeft.plan.limits import ROUND_WIDEST as WIDEST
 
 Tensor = torch.Tensor
 DAMPING = 0.01  # of H's mean diagonal, added to it: inputs that were not seen count, too
 RIDGE = 1e-3  # of a scale's own part in the least squares
 STEP = 32  # columns whose errors are passed on together
-WIDEST = 2048  # columns that are rounded together: H of 8,960 inputs would be 320 MB
 ROWS = 64  # for which the scales are solved at a time
 
 

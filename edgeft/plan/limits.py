@@ -13,3 +13,19 @@ TARGETS = 32  # positions compared per row, spread evenly: 32 x 150,000 logits a
 SCORED_TOKENS = 2048  # in one pass, as in evaluate/stack_scorer.py
 EVAL_MIN_ROWS = 24  # scored at the end of a run whatever the time limit: fewer decide little
 VERIFY_ROWS = 12  # held-out rows on which an exported file is verified
+
+# `export.type: keep`: tokens of training rows whose inputs the rounding is for, how many times smaller than
+# training's its passes are, so that it stays below training's memory, and the steps of its last phase
+ROUND_TOKENS = 4096
+ROUND_WIDEST = 2048  # inputs whose products with each other are in memory: of 8,960 they would be 320 MB
+ROUND_PARTS = 2
+LAST_STEPS_SHARE, MIN_LAST_STEPS, MAX_LAST_STEPS = 0.125, 12, 40
+
+
+def last_steps(steps: int) -> int:
+    """Of the last phase, after so many steps of training."""
+    return max(MIN_LAST_STEPS, min(MAX_LAST_STEPS, round(LAST_STEPS_SHARE * steps)))
+
+
+def round_part_tokens(micro_batch_tokens: int) -> int:
+    return max(1, micro_batch_tokens // ROUND_PARTS)

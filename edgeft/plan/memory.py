@@ -78,6 +78,11 @@ class RunSpec:
         return trained_parameters(self.shape, self.scheme)
 
     @property
+    def may_be_kept(self) -> bool:
+        """Updates may be rounded onto the base's own types."""
+        return self.recipe.export.type in ("auto", "keep") and not self.shape.dense and bool(self.scheme.updates)
+
+    @property
     def weight_bytes(self) -> int:
         """Of all trained weights."""
         return weight_bytes(self.recipe, self.shape, self.scheme)
@@ -259,7 +264,7 @@ def _export(spec: RunSpec, budget_bytes: int) -> dict[str, float]:
     shape, load = spec.shape, spec.load
     tokens = min(limits.BATCH_TOKENS, limits.VERIFY_ROWS * load.longest)
     rows = min(limits.TARGETS, max(1, load.answer_tokens))
-    return {
+    checked = {
         "libraries": _libraries(spec) + LLAMA_BYTES,
         "packed frozen weights": _weights(spec, range(0), release=True),  # regardless of the recipe
         "trained weights": spec.weight_bytes,
@@ -269,6 +274,17 @@ def _export(spec: RunSpec, budget_bytes: int) -> dict[str, float]:
         "data": _data(load, texts=True) + min(limits.SPOOL_BYTES, spec.exported_bytes),
         EVICTABLE: spec.exported_bytes,
     }
+    rounded = _rounding(spec) if spec.may_be_kept else {}
+    return {what: max(count, rounded.get(what, 0)) for what, count in checked.items()}
+
+
+def _rounding(spec: RunSpec) -> dict[str, float]:
+    """`keep`: passes as in training over fewer tokens, whose inputs are multiplied with each other."""
+    shape, train = spec.shape, _train(spec)
+    widest = min(max(cols for _, _, cols in shape.linears()), limits.ROUND_WIDEST)
+    states = 4 * limits.ROUND_TOKENS * shape.width
+    kept = {what: train[what] for what in ("packed frozen weights", "logits chunk", "unpack scratch")}
+    return kept | {"saved activations": train["saved activations"] / limits.ROUND_PARTS + states + 4 * 3 * widest**2}
 
 
 def _eval(spec: RunSpec, budget_bytes: int) -> dict[str, float]:

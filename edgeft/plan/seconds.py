@@ -15,7 +15,7 @@ from edgeft.engine.limits import LOGITS_BYTES
 from edgeft.host import device
 from edgeft.plan.disk import checkpoint_bytes, expected_saves, save_every, trunk_bytes
 from edgeft.plan.flops import ATTENTION_BACK, Pass, Schedule, attended, search_pays, search_tokens, step_flops
-from edgeft.plan.limits import EVAL_MIN_ROWS
+from edgeft.plan.limits import EVAL_MIN_ROWS, last_steps
 from edgeft.plan.memory import RunSpec
 from edgeft.plan.rows import total
 
@@ -42,6 +42,7 @@ INT8_GAIN = 2.0  # and of int8 ones; 0.4 of float32's instructions on a Cortex-A
 START_S = {"prepare": 0.6, "lean": 2.8, "transformers": 8.0, "eval": 1.0}  # startup time of a stage
 ROW_S = 0.0012  # tokenization of a row
 PACK_VALUES = 1.5e8  # per second, quantized to q8_0
+ROUND_FLOPS = 33_000.0  # for each value that `keep` rounds: 6 million a second at 200 GFLOPS
 HASH_BYTES = 1.0e9  # per second
 DENSE_BYTES = 0.8e9  # per second, of weights unpacked to float32 at load
 # Many disks write the first gigabyte faster than the rest: measured 1.0 and 0.35 GB/s where doctor measured 1.3.
@@ -100,6 +101,7 @@ class Clock:
         self.spec, self.rates, self.disk_bytes, self.trained = spec, rates, disk_bytes, spec.trained
         self.shape, self.scheme, self.recipe, self.load = spec.shape, spec.scheme, spec.recipe, spec.load
         self.parts: dict[str, float] = {}  # seconds by kind of work
+        self.step_s = 0.0  # of training
         self.saves = 0  # checkpoints after that of step 0
         self.eval_rows = 0  # held-out rows scored at the end, at most
 
@@ -226,6 +228,7 @@ class Clock:
         if self.scheme.cut and how.trunk == "rerun":
             sampled += self.trunk(passes)
         factor = load.steps / max(1, len(steps))
+        self.step_s = sampled / max(1, len(steps))
         for what, seconds in self.parts.items():  # extrapolate from the sampled steps
             self.parts[what] = before.get(what, 0.0) + factor * (seconds - before.get(what, 0.0))
         total_s = factor * sampled
@@ -254,7 +257,14 @@ class Clock:
             "disk", self.rates.to_disk(self.spec.exported_bytes)
         )
         seconds += 2.0 * weights * tokens / self.rates.fp32 * (1 / PRODUCTS + 1 / LLAMA)
-        return seconds + weights * WEIGHT_BYTES / self.rates.copy
+        seconds += weights * WEIGHT_BYTES / self.rates.copy
+        return seconds + (self._rounding(packed) if self.spec.may_be_kept else 0.0)
+
+    def _rounding(self, matrices: Sequence[tuple[int, int]]) -> float:
+        """`keep`: the matrices, and the last phase once."""
+        steps = last_steps(self.load.steps)
+        rounding = sum(rows * cols for rows, cols in matrices) * ROUND_FLOPS / self.rates.fp32
+        return self._add("rounding", rounding + steps * self.step_s)
 
     def _eval_stage(self, trained: float) -> float:
         """Of the rows that fit the time limit; it is less where the base model's answers are stored, or the difference
