@@ -16,7 +16,7 @@ VERIFY_ROWS = 12  # held-out rows on which an exported file is verified
 
 # `export.type: keep`: tokens of training rows whose inputs the rounding is for, how many times smaller than
 # training's its passes are, so that it stays below training's memory, and the steps of its last phase
-ROUND_TOKENS = 4096
+ROUND_TOKENS = 2048
 ROUND_WIDEST = 2048  # inputs whose products with each other are in memory: of 8,960 they would be 320 MB
 ROUND_PARTS = 2
 LAST_STEPS_SHARE, MIN_LAST_STEPS, MAX_LAST_STEPS = 0.125, 12, 40
