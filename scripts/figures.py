@@ -25,7 +25,7 @@ BARS = {
     "functions with more than 6 parameters": 10,
     "comparisons with a method or architecture elsewhere": 0,
     # 20,173 when the layout was done; then low rank, bf16 weights, products, nodes, ten architectures, audit, federated
-    "lines of Python": 26_800,
+    "lines of Python": 28_400,
     "README lines": 150,
     "README words": 1_500,
 }

@@ -46,6 +46,12 @@ class Sampling:
     seed: int | None = None
 
 
+def _refused(path: Path, hint: str) -> ModelError:
+    """The first line names the cause, later ones only say that loading failed."""
+    reason = f": {LLAMA_ERRORS[0]}" if LLAMA_ERRORS else ""
+    return ModelError(f"llama.cpp cannot load {path}{reason}", hint)
+
+
 class LlamaFile(AbstractContextManager["LlamaFile"]):
     """A GGUF file in llama.cpp, maybe with an adapter. The KV cache is allocated with the first rows, as they need."""
 
@@ -81,14 +87,11 @@ class LlamaFile(AbstractContextManager["LlamaFile"]):
         params.use_extra_bufts = not amx and self.path.stat().st_size < COPY_SHARE * self.room_bytes
         self._model = api.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self._model:
-            # the first line names the cause, later ones only say that loading failed
-            reason = f": {LLAMA_ERRORS[0]}" if LLAMA_ERRORS else ""
-            raise ModelError(f"llama.cpp cannot load {self.path}{reason}", "check that it is a complete GGUF file")
+            raise _refused(self.path, "check that it is a complete GGUF file")
         if adapter is not None:
             self._adapter = api.llama_adapter_lora_init(self._model, os.fsencode(adapter))
             if not self._adapter:
-                reason = f": {LLAMA_ERRORS[0]}" if LLAMA_ERRORS else ""
-                raise ModelError(f"llama.cpp cannot load the adapter {adapter}{reason}", "export it again")
+                raise _refused(adapter, "export it again")
         self._vocab = api.llama_model_get_vocab(self._model)
         self.vocab_size: int = api.llama_vocab_n_tokens(self._vocab)
         self.trained_ctx: int = api.llama_model_n_ctx_train(self._model)

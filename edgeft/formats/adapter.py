@@ -35,8 +35,9 @@ def check_adapter(path: str | Path, base: str | Path) -> None:
     adapter, model = GGUF.open(path), GGUF.open(base)
     if adapter.get_key("general.type") != "adapter" or adapter.get_key(KIND) != TYPE:
         raise ModelError(f"{path} is not a LoRA adapter", "give a file that `edgeft export --format gguf-lora` wrote")
-    if adapter.arch != model.arch:
-        what = f"{path} is an adapter for `{adapter.arch}` models, and {model.path.name} is of `{model.arch}`"
+    kind, wanted = (str(file.get_key("general.architecture")) for file in (adapter, model))
+    if kind != wanted:
+        what = f"{path} is an adapter for `{kind}` models, and {model.path.name} is of `{wanted}`"
         raise ModelError(what, "name the base model it was trained on with --base")
     for name in adapter.tensors:
         target, part = name[: -len(PARTS[0])], name[-len(PARTS[0]) :]
