@@ -81,6 +81,14 @@ def test_every_form_of_a_product(backend: Backend, size: tuple[int, int, int], d
     assert near(backend.mm(x, w.T, half, Product(add=True)), exact + 1) < 5e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operands_may_be_columns_of_wider_ones(backend: Backend, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    x, y = (torch.randn(37, 1700).to(dtype)[:, 100:1500] for _ in range(2))
+    for a, b in ((x.T, y), (x, y.T)):
+        assert near(backend.mm(a, b, options=Product(float32=True)), a.double() @ b.double()) < 1e-5
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_packed_weights_are_multiplied_as_ggml_unpacks_them(backend: Backend, name: str) -> None:
     matrix, exact = packed(name, 70, 768, order=True)

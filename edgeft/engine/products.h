@@ -368,9 +368,15 @@ static void panel_product(long rows, long units, Strip a, const int32_t *b, cons
 
 // ------------------------------------------------------------------------------------------------- packing
 
+// Where a number of a row of W stands. Rows of a dense W may have others between them; packed ones have none
+static inline const uint8_t *number_of(const Right &w, long row, long start) {
+    const int64_t before = w.type == DENSE32 ? start * 4 : w.type == DENSE16 ? start * 2 : start * w.row_bytes / w.cols;
+    return w.data + (w.order ? w.order[row] : row) * w.row_bytes + before;
+}
+
 // numbers [start, start + count) of a row of W
 static void read(const Right &w, long row, long start, long count, float *to) {
-    const uint8_t *in = w.data + (w.order ? w.order[row] : row) * w.row_bytes + start * w.row_bytes / w.cols;
+    const uint8_t *in = number_of(w, row, start);
     if (w.type == DENSE32) memcpy(to, in, count * 4);
     else if (w.type == DENSE16) widen((const bf16 *)in, count, to);
     else if (w.to_float) w.to_float(in, to, count);
@@ -446,7 +452,7 @@ static inline bool has_lows(int type) { return type == 3 || type == 12; }
 
 // Numbers of a row of W as bytes, exactly, straight from the types whose groups are that long. False: none of these
 static inline bool read_bytes(const Right &w, long row, long start, long count, uint8_t *to, float *scales, float *lows) {
-    const uint8_t *in = w.data + (w.order ? w.order[row] : row) * w.row_bytes + start * w.row_bytes / w.cols;
+    const uint8_t *in = number_of(w, row, start);
     const long groups = count / BYTE_GROUP;
     const vb low = vb{} + 15;
     switch (w.type) {
