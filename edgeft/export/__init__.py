@@ -59,12 +59,24 @@ def _gguf(job: Job) -> dict[str, Any]:
 
 
 def _can_be_kept(job: Job, base: Path) -> bool:
-    """Whether updates are rounded onto the grid of the base's types; `auto` does so where all of them have one."""
+    """Whether updates are rounded onto the grid of the base's types; `auto` does so where all of them have one, and the
+    model is small."""
     from edgeft.export.keep import EXACT, has_grid
     from edgeft.formats.gguf import GGUF
+    from edgeft.plan import shape_of_config
+    from edgeft.plan.limits import AUTO_KEEP_WEIGHTS
 
     types = set(updated_types(job, GGUF.open(base))) - set(EXACT)
-    return bool(types) and (job.type_name == "keep" or (job.type_name == "auto" and all(map(has_grid, types))))
+    if not types or job.type_name == "keep":
+        return bool(types)
+    if job.type_name != "auto" or not all(map(has_grid, types)):
+        return False
+    if shape_of_config(job.stack.arch, job.stack.config).weights < AUTO_KEEP_WEIGHTS:
+        return True
+    job.progress.line(
+        "updated tensors are written as q8_0; `edgeft export RUN --type keep` makes a file as small as the base"
+    )
+    return False
 
 
 def updated_types(job: Job, base: GGUF) -> Iterator[int]:

@@ -80,7 +80,10 @@ class RunSpec:
     @property
     def may_be_kept(self) -> bool:
         """Updates may be rounded onto the base's own types."""
-        return self.recipe.export.type in ("auto", "keep") and not self.shape.dense and bool(self.scheme.updates)
+        wanted = self.recipe.export.type
+        small = self.shape.weights < limits.AUTO_KEEP_WEIGHTS
+        asked = wanted == "keep" or (wanted == "auto" and small)
+        return asked and not self.shape.dense and bool(self.scheme.updates)
 
     @property
     def weight_bytes(self) -> int:
