@@ -9,11 +9,14 @@ import pytest
 
 from edgeft.errors import ExportError
 from edgeft.export.compare import parse_names
+from edgeft.pipeline import stages
+from edgeft.plan import limits
 from edgeft.report.charts import charts
 from edgeft.report.render import write_report
 from edgeft.report.summary import load_run_summary
 from edgeft.run.folder import Run
 from tests.conftest import Edgeft
+from tests.support.runs import Lines
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,17 @@ def test_the_default_says_which_file_it_took_and_why(finished: Path) -> None:
     if kept:
         assert made["loss"]["file"] <= 1.02 * made["loss"]["trained"]
         assert "before rounding" in made["why"]
+
+
+@pytest.mark.slow
+def test_a_large_model_is_rounded_only_if_asked(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "AUTO_KEEP_WEIGHTS", 1)
+    lines = Lines()
+    made = stages.export(Run.open(finished), "gguf", "auto", tmp_path / "m.gguf", lines)
+    assert made["types"] == {"q8_0": 14}
+    assert "--type keep" in str(vars(lines))
 
 
 @pytest.mark.slow
