@@ -330,6 +330,8 @@ def export(
     if compare:
         from edgeft.export.compare import parse_names
 
+        if type or output or format != "gguf":
+            raise ConfigError("`--compare` names the types and its own files", "leave out --format, --type and -o")
         names = parse_names(compare)
         with Screen(err if as_json else out) as screen:
             result = stages.compare_exports(run, names, screen)

@@ -58,12 +58,15 @@ def test_files_are_compared_on_the_same_rows(edgeft: Edgeft, finished: Path) -> 
     done = edgeft("export", finished, "--compare", "keep,q8_0,gguf-lora,q4_k", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    keep, eight, lora, refused = result["files"]
+    keep, eight, lora, fourth = result["files"]
     assert [one["name"] for one in result["files"]] == ["keep", "q8_0", "gguf-lora", "q4_k"]
-    assert "whole blocks" in refused["error"]
+    assert "whole blocks" in fourth["error"]
     assert lora["bytes"] < 0.1 * result["base_bytes"] < keep["bytes"] < eight["bytes"]
     assert lora["loss"] == pytest.approx(eight["loss"], rel=0.02)
     assert keep["loss"] < 1.05 * eight["loss"]
+    refused = edgeft("export", finished, "--compare", "keep", "--type", "q8_0")
+    assert refused.returncode == 2
+    assert "leave out" in refused.stderr
     again = edgeft("export", finished, "--compare", "keep,q8_0,gguf-lora")
     assert "gguf-lora" in again.stdout
     run = load_run_summary(Run.open(finished))

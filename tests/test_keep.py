@@ -107,6 +107,13 @@ def test_wide_inputs_are_rounded_in_windows(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(near(*pair) < 1e-5 for pair in zip(by_kernels.sums, sensitivity.sums, strict=True))
 
 
+def test_inputs_that_are_not_finite_are_refused() -> None:
+    sensitivity = Sensitivity(8)
+    sensitivity.add(torch.full((4, 8), torch.nan), None)
+    with pytest.raises(ExportError, match="cannot be used for rounding"):
+        sensitivity.finish()
+
+
 def test_tokens_that_count_more_lose_less() -> None:
     packed, target, x, _ = problem("q4_1")
     halves, errors = (x[:1000] * torch.linspace(0, 2, INPUTS), x[1000:] * torch.linspace(2, 0, INPUTS)), []

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from edgeft.engine.backend import TORCH, Backend, GridJob, Product
+from edgeft.errors import ExportError
 from edgeft.formats.grid import Grid
 from edgeft.plan.limits import ROUND_WIDEST as WIDEST
 
@@ -43,8 +44,12 @@ class Sensitivity:
         for total in self.sums:
             mean = total.diagonal().mean().clamp(min=1e-12)
             total.div_(mean).diagonal().add_(DAMPING)
-            inverse = torch.cholesky_inverse(torch.linalg.cholesky(total))
-            self._inverse.append(torch.linalg.cholesky(inverse, upper=True).T.contiguous())
+            try:
+                inverse = torch.cholesky_inverse(torch.linalg.cholesky(total))
+                self._inverse.append(torch.linalg.cholesky(inverse, upper=True).T.contiguous())
+            except torch.linalg.LinAlgError:
+                what = "the training rows' inputs of a layer cannot be used for rounding: NaN, infinite or too large"
+                raise ExportError(what, "use --type q8_0") from None
 
     def factors(self) -> list[tuple[slice, Tensor, Tensor]]:
         """(columns, H, upper Cholesky factor of H⁻¹, transposed) of each window."""
